@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import syncline as sl
 from tests.integration.small_runs import launched, train
-from tests.unit.engines.local.test_packing import mapping_of
+from tests.unit.engines.local.test_shared_pickle import mapping_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules[mapping_of.__module__])

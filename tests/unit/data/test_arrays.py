@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from syncline.data import arrays
-from syncline.engines.local import packing as cargo
+from syncline.engines.local import shared_pickle as cargo
 from syncline.errors import UsageError
 
 X = np.arange(7 * 3 * 2, dtype=np.float32).reshape(7, 3, 2)

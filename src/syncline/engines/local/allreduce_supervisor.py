@@ -23,9 +23,9 @@ from syncline.engines.local.allreduce_learner import (
     read_board,
     run_peer,
 )
-from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
+from syncline.engines.local.shared_pickle import Parcel
 from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import RunSpec

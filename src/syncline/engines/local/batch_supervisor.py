@@ -26,9 +26,9 @@ from syncline.engines.local.batch_processes import (
     run_batch_shard,
     slot_bytes,
 )
-from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
+from syncline.engines.local.shared_pickle import Parcel, pack
 from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from syncline.engines.local.packing import Parcel, pack, unpack
+from syncline.engines.local.shared_pickle import Parcel, pack, unpack
 
 _HEAD = struct.Struct("QI")  # bytes that follow, descriptors that come with them
 _ROOM = socket.CMSG_LEN(4 * 253)  # for the descriptors of one message

@@ -19,10 +19,10 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.exchange import DELIVERED, KEEP, Replies
-from syncline.engines.local.packing import Parcel, pack, unpack
 from syncline.engines.local.record_codec import Record, encode
 from syncline.engines.local.shared_cuda_memory import EVENT, StreamOrder
 from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
+from syncline.engines.local.shared_pickle import Parcel, pack, unpack
 from syncline.engines.local.table_memory import LEAF, WAITS, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_reader import Reader, VersionFlow, swappable
 from syncline.engines.run import Task

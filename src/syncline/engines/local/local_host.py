@@ -33,11 +33,11 @@ from syncline.engines.local.host_interface import (
     Vitals,
 )
 from syncline.engines.local.learner import LearnerSpec, run_learner
-from syncline.engines.local.packing import Parcel, pack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.seat_processes import run_group
 from syncline.engines.local.server import LOG_ENTRIES, Call, LocalServer, ServerSpec, run_server
 from syncline.engines.local.shared_memory import YIELDS, Region, WakeUp
+from syncline.engines.local.shared_pickle import Parcel, pack
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.tree_launcher import SERVERS, NodeCrew
 from syncline.engines.run import RunSpec

@@ -19,8 +19,8 @@ from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.local.host_interface import Host, Machines, Sites, Told, Vitals
 from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.local_host import LocalHost
-from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process
+from syncline.engines.local.shared_pickle import Parcel
 from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec

@@ -20,9 +20,9 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.local.learner import run_evaluator
-from syncline.engines.local.packing import Parcel, pack_task
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.shared_pickle import Parcel, pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import RunError, raised_in

@@ -22,9 +22,9 @@ import torch
 from syncline.engines.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.local.host_interface import Sites, Vitals
 from syncline.engines.local.local_host import LocalHost
-from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.shared_pickle import Parcel, unpack
 from syncline.engines.ray.bulk_connection import Lost
 from syncline.engines.ray.frame_kinds import WORD, Kind, ObjectConnection
 from syncline.engines.ray.placement import GpuDealer

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from syncline.engines.local.host_interface import Host, Linked, Machines, RelayParts, Seats, Sites, Told
-from syncline.engines.local.packing import Parcel
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.local.shared_pickle import Parcel
 from syncline.engines.ray.agent import Begin, describe, versions
 from syncline.engines.ray.cluster import READY, RayCluster
 from syncline.engines.ray.heartbeat import Heartbeat

@@ -16,7 +16,7 @@ from syncline.cluster.record import keep as keep_cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host_interface import Sites
-from syncline.engines.local.packing import pack, pack_task
+from syncline.engines.local.shared_pickle import pack, pack_task
 from syncline.engines.ray.cluster import RayCluster
 from syncline.engines.ray.cluster_machines import ClusterMachines
 from syncline.engines.ray.link_measurement import measure_way, measured

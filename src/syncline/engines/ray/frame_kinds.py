@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Any
 
 from syncline.engines.authentication import Secret
-from syncline.engines.local.packing import Parcel, pack
+from syncline.engines.local.shared_pickle import Parcel, pack
 from syncline.engines.ray.bulk_connection import Connection, Frame, Head, Lost
 
 MOST = 1 << 30  # bytes of an object without its bulk

@@ -16,8 +16,8 @@ from syncline.engines.authentication import Secret, Stranger, connect
 from syncline.engines.checkpoint_writer import with_content
 from syncline.engines.local.host_interface import Ended as EndedOf
 from syncline.engines.local.host_interface import Heard, Host, Sites, Vitals
-from syncline.engines.local.packing import Parcel, unpack
 from syncline.engines.local.processes import Process
+from syncline.engines.local.shared_pickle import Parcel, unpack
 from syncline.engines.ray.agent import TASK, Begin, Do, Ended, Ready, Said, Started
 from syncline.engines.ray.bulk_connection import Lost
 from syncline.engines.ray.frame_kinds import Kind, ObjectConnection

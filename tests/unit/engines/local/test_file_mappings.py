@@ -16,19 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from syncline.engines.local import file_mappings as mappings
-from syncline.engines.local.packing import INLINE, Parcel, pack, unpack
+from syncline.engines.local.shared_pickle import INLINE, pack, unpack
 from syncline.errors import RunError, UsageError
 from tests.ready_python import run_ready
-from tests.unit.engines.local.test_packing import mapping_of, open_descriptors, unpack_again
+from tests.unit.engines.local.doubles import unpack_again
+from tests.unit.engines.local.test_shared_pickle import copied, mapping_of, open_descriptors
 
 SIZE = 1 << 20  # bytes of a file
 NUMBERS = np.arange(SIZE // 4, dtype=np.float32)
-
-
-def copied(parcel: Parcel) -> int:
-    """Bytes of bulk data, beside the message or in it."""
-    pickled = len(parcel.pickled)
-    return max(0, parcel.bulk) + len(parcel.inline) + (pickled if pickled > INLINE else 0)
 
 
 def trip(obj: Any, *, most: int = 0) -> Any:
@@ -243,7 +238,7 @@ def test_shared_tensors_stay_shared() -> None:
 
 OTHER_STRATEGY = """
 import torch
-from tests.unit.engines.local.test_packing_mapped import SIZE, trip
+from tests.unit.engines.local.test_file_mappings import SIZE, trip
 torch.multiprocessing.set_sharing_strategy("file_system")
 given = torch.zeros(SIZE).share_memory_()
 found = trip(given[3:])
@@ -313,49 +308,6 @@ def test_a_model_in_a_read_only_map_can_be_trained(file: Path) -> None:
 def test_lazy_and_meta_modules_go_round() -> None:
     found = trip([nn.LazyLinear(3), nn.Linear(3, 3, device="meta")], most=INLINE)
     assert found[0](torch.ones(1, 2)).shape == (1, 3) and found[1].weight.device.type == "meta"
-
-
-# -- slices ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-def test_of_a_storage_only_what_is_used_travels(mapped: bool) -> None:
-    big = torch.arange(1 << 22)
-    given = {"slice": big[5000:9000:2], "turned": big[6000:6100].view(10, 10).t(), "none": big[7:7]}
-    parcel = pack(given, mapped=mapped)
-    assert copied(parcel) <= 4000 * 8 + 64
-    found = unpack(parcel)
-    assert all(torch.equal(found[key], given[key]) for key in given)
-    assert found["slice"].stride() == (2,) and found["none"].shape == (0,)
-    found["slice"][500] = -1
-    assert found["turned"][0, 0] == -1, "tied as they were"
-
-
-def test_a_parameter_that_is_a_part_of_a_buffer_travels_alone() -> None:
-    flat = torch.zeros(1 << 22)
-    layer = nn.Linear(100, 100)
-    layer.weight.data = flat[4096:14_096].view(100, 100)
-    found = trip(layer, most=50_000)
-    assert found.weight.shape == (100, 100) and found.weight.requires_grad
-
-
-class Tagged(Tensor):
-    """A tensor of one's own class."""
-
-
-def test_whole_storages_and_slices_of_them_go_together() -> None:
-    big = torch.arange(BIG := 3 * INLINE)
-    found = trip([big[INLINE:], big.untyped_storage(), big[2:].as_subclass(Tagged)], most=BIG * 8)
-    assert found[0][0] == INLINE and found[1].nbytes() == BIG * 8 and type(found[2]) is Tagged
-    found[2][0] = -5
-    assert int.from_bytes(bytes(found[1][16:24]), "little", signed=True) == -5
-
-
-def test_views_as_other_types_stay_tied() -> None:
-    big = torch.zeros(1 << 20, dtype=torch.uint8)
-    found = trip([big[4099:4200], big[8192:16384].view(torch.complex128)], most=17_000)
-    assert found[1].shape == (512,) and found[0].shape == (101,)
-    assert found[1].untyped_storage().data_ptr() == found[0].untyped_storage().data_ptr()
 
 
 # -- files that change -------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 import os
 import re
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,21 +12,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.engines.local.packing import INLINE, Parcel, pack, unpack
 from syncline.engines.local.shared_memory import Region, WakeUp
+from syncline.engines.local.shared_pickle import INLINE, Parcel, pack, pack_task, unpack
+from syncline.engines.run import Task
+from syncline.errors import UsageError
+from tests.unit.engines.local.doubles import spec_of, unpack_again
 
 BIG = INLINE  # elements of any dtype: more than what travels inline
 
 
-def unpack_again(parcel: Parcel) -> Any:
-    """As another process would: with descriptors of its own."""
-    fds = [os.dup(fd) for fd in parcel.fds]
-    return unpack(Parcel(parcel.pickled, parcel.sizes, parcel.inline, fds, parcel.bulk))
+def copied(parcel: Parcel) -> int:
+    """Bytes of bulk data, beside the message or in it."""
+    pickled = len(parcel.pickled)
+    return max(0, parcel.bulk) + len(parcel.inline) + (pickled if pickled > INLINE else 0)
 
 
-def trip(obj: Any) -> Any:
-    parcel = pack(obj)
+def trip(obj: Any, *, mapped: bool = False, most: int | None = None) -> Any:
+    """Packed and unpacked; at most so many bytes were copied."""
+    parcel = pack(obj, mapped=mapped)
     try:
+        assert most is None or copied(parcel) <= most
         return unpack_again(parcel)
     finally:
         parcel.close()
@@ -210,3 +217,85 @@ def test_the_senders_data_is_copied_once_and_then_its_own() -> None:
     tensor.zero_()
     assert unpack_again(parcel).sum() == BIG
     parcel.close()
+
+
+# -- slices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_of_a_storage_only_what_is_used_travels(mapped: bool) -> None:
+    big = torch.arange(1 << 22)
+    given = {"slice": big[5000:9000:2], "turned": big[6000:6100].view(10, 10).t(), "none": big[7:7]}
+    parcel = pack(given, mapped=mapped)
+    assert copied(parcel) <= 4000 * 8 + 64
+    found = unpack(parcel)
+    assert all(torch.equal(found[key], given[key]) for key in given)
+    assert found["slice"].stride() == (2,) and found["none"].shape == (0,)
+    found["slice"][500] = -1
+    assert found["turned"][0, 0] == -1, "tied as they were"
+
+
+def test_a_parameter_that_is_a_part_of_a_buffer_travels_alone() -> None:
+    flat = torch.zeros(1 << 22)
+    layer = nn.Linear(100, 100)
+    layer.weight.data = flat[4096:14_096].view(100, 100)
+    found = trip(layer, mapped=True, most=50_000)
+    assert found.weight.shape == (100, 100) and found.weight.requires_grad
+
+
+class Tagged(Tensor):
+    """A tensor of one's own class."""
+
+
+def test_whole_storages_and_slices_of_them_go_together() -> None:
+    big = torch.arange(BIG := 3 * INLINE)
+    found = trip(
+        [big[INLINE:], big.untyped_storage(), big[2:].as_subclass(Tagged)], mapped=True, most=BIG * 8
+    )
+    assert found[0][0] == INLINE and found[1].nbytes() == BIG * 8 and type(found[2]) is Tagged
+    found[2][0] = -5
+    assert int.from_bytes(bytes(found[1][16:24]), "little", signed=True) == -5
+
+
+def test_views_as_other_types_stay_tied() -> None:
+    big = torch.zeros(1 << 20, dtype=torch.uint8)
+    found = trip([big[4099:4200], big[8192:16384].view(torch.complex128)], mapped=True, most=17_000)
+    assert found[1].shape == (512,) and found[0].shape == (101,)
+    assert found[1].untyped_storage().data_ptr() == found[0].untyped_storage().data_ptr()
+
+
+# -- a run's task ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arguments:
+    data: Any
+    objective: Any = None
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "task, name",
+    [
+        (Task(print, (Arguments(LOCK),)), "data"),
+        (Task(print, (3, LOCK)), "argument 2"),
+        (Task(print, (), {"extra": LOCK}), "extra"),
+        (Task(lambda session: LOCK.locked()), "<lambda>"),
+    ],
+)
+def test_what_of_a_task_cannot_travel_is_named(task: Task, name: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"^{name} cannot travel to the learners' processes: .*lock.*made there"
+    ) as caught:
+        pack_task(replace(spec_of(), task=task))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_evaluator_travels_by_itself_and_is_named() -> None:
+    task, evaluate = pack_task(replace(spec_of(), task=Task(max, (1,)), evaluate=len))
+    assert unpack_again(task) == Task(max, (1,)) and evaluate is not None and unpack_again(evaluate) is len
+    assert pack_task(spec_of())[1] is None
+    with pytest.raises(UsageError, match=r"^evaluate cannot travel"):
+        pack_task(replace(spec_of(), evaluate=lambda state: LOCK.locked()))
