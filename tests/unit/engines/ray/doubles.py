@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import select
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 from torch import nn
 
 from syncline.engines.authentication import Secret
@@ -38,8 +40,8 @@ class Supervisor:
     Something that can be called is asked in every turn, until it says yes.
     """
 
-    def __init__(self, *said: Any) -> None:
-        self._said, self._bell = deque(said), WakeUp()
+    def __init__(self) -> None:
+        self.says, self._bell = deque[Any](), WakeUp()
         self._bell.ring()
         self.heard: list[Any] = []
 
@@ -47,20 +49,22 @@ class Supervisor:
         return self._bell.fd
 
     def take(self) -> Any:
-        if not self._said:
+        if not self.says:
             raise Closed
-        if callable(self._said[0]):
-            if self._said[0]():
-                self._said.popleft()
+        if callable(self.says[0]):
+            if self.says[0]():
+                self.says.popleft()
             return NOTHING
-        said = self._said.popleft()
+        said = self.says.popleft()
         return NOTHING if said is None else said
 
     def receive(self) -> Any:
-        """It waits for nothing else."""
-        if not self._said or callable(self._said[0]) or self._said[0] is None:
-            raise Closed
-        return self._said.popleft()
+        """The next message: whoever waits for it does nothing else."""
+        for said in self.says:
+            if said is not None and not callable(said):
+                self.says.remove(said)
+                return said
+        raise Closed
 
     def send(self, message: Any) -> None:
         self.heard.append(message)
@@ -95,7 +99,7 @@ class Peer:
 class Relayed:
     """A machine's relay, and what its peers were sent since one looked last."""
 
-    def __init__(self, site: int, shards: tuple[int, ...], *said: Any, linked: bool = True) -> None:
+    def __init__(self, site: int, shards: tuple[int, ...], *, linked: bool = True) -> None:
         sites = Sites(shards, tuple(range(3)))
         here, leads = sites.of(site), shards[0] == site
         readers = max(1, len(here))
@@ -104,11 +108,22 @@ class Relayed:
         self.beats = Region(8 * LINE)
         reader = readers - 1 if leads and set(shards) != {site} else None
         settings = (GEOMETRY, self.log, readers, reader, WakeUp(), self.bells, self.beats)
-        self.supervisor = Supervisor(*said)
+        self.supervisor = Supervisor()
         self.running = Running(self.supervisor, Relay(RelayParts(site, sites, 0, *settings), SECRET, {}))  # type: ignore[arg-type]
         self.layout, self.frames = layout_over(len(shards)), list[Sent]()
         for other in self.running.others() if linked else ():
             self.running.peers[other] = Peer(other, self.frames)  # type: ignore[assignment]
+
+    def run(self, *said: Any) -> list[Any]:
+        """Until all of it was said; what the relay has said."""
+        self.supervisor.says.extend(said)
+        with pytest.raises(Closed):
+            self.running.run()
+        assert not self.supervisor.says, "it waits for a word that nobody says"
+        return self.supervisor.heard
+
+    def has_said(self, kind: type) -> Callable[[], bool]:
+        return lambda: any(isinstance(each, kind) for each in self.supervisor.heard)
 
     def table(self, number: int = 0) -> Table:
         region = Region(TableMemory.nbytes(self.layout, places=PLACES))
