@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.engines.ray import cluster_machines
+from syncline.engines.ray import machine_membership
 from syncline.testing import Faults, Nodes
 from tests.integration.small_runs import PATIENCE, check_accounts, kinds, until
 
@@ -102,7 +102,7 @@ def test_a_node_that_cannot_be_used_is_said_once(monkeypatch: pytest.MonkeyPatch
     engine = Nodes(2, 1, grow=True)
     run = begin(engine)
     until(lambda: ranks(run) == {0, 1})
-    monkeypatch.setattr(cluster_machines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
+    monkeypatch.setattr(machine_membership, "versions", lambda: ("3.11.0", "1.0", "0.0"))
     engine.cluster.add_node(1)
     engine.cluster.add_node(0)
     events = run._handle._run.recorder.outcome.events

@@ -20,7 +20,7 @@ from torch.optim import SGD
 
 import syncline as sl
 from syncline.engines.authentication import HELLO, NONCE, Secret, Stranger, connect
-from syncline.engines.ray import cluster_machines
+from syncline.engines.ray import machine_membership
 from syncline.engines.ray.agent import Agent, Begin
 from syncline.engines.ray.bulk_connection import _HEAD, Connection
 from syncline.engines.ray.frame_kinds import AGENT, Kind
@@ -147,7 +147,7 @@ def test_a_frame_that_is_said_again_on_its_own_connection_is_discarded() -> None
 
 
 def test_versions_that_differ_are_refused_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_machines, "versions", lambda: ("3.11.0", "1.0", "0.0"))
+    monkeypatch.setattr(machine_membership, "versions", lambda: ("3.11.0", "1.0", "0.0"))
     with pytest.raises(
         sl.UsageError, match=r"node 127.0.0.1 \(node 1\) has other versions: Python .*torch"
     ) as error:
@@ -175,7 +175,7 @@ def test_a_way_that_is_blocked_between_two_other_nodes_is_refused_with_both(
     def blocked(spec: Any, sites: Any, site: int, others: dict[int, Any], token: Any) -> Begin:
         return Begin(spec, sites, site, {each: nowhere(way) for each, way in others.items()}, token)
 
-    monkeypatch.setattr(cluster_machines, "Begin", blocked)
+    monkeypatch.setattr(machine_membership, "Begin", blocked)
     words = r"\(node 1\) cannot reach the agent on .*\(node 2\) at .*refused; open that way"
     with pytest.raises(sl.RunError, match=words) as error:
         begin(engine=Nodes(3, 1), learners=3, topology="servers:3", run_dir=tmp_path)

@@ -18,8 +18,8 @@ from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host_interface import Sites
 from syncline.engines.local.shared_pickle import pack, pack_task
 from syncline.engines.ray.cluster import RayCluster
-from syncline.engines.ray.cluster_machines import ClusterMachines
 from syncline.engines.ray.link_measurement import measure_way, measured
+from syncline.engines.ray.machine_membership import ClusterMachines
 from syncline.engines.ray.placement import chosen_nodes, deal, room_on, spread
 from syncline.engines.run import Engine, RunSpec
 from syncline.errors import NotYetError, UsageError

@@ -63,7 +63,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class RefusedFrames:
-    """From the relay: so many frames were turned away so far."""
+    """From the relay: so many more frames were turned away."""
 
     count: int
 
@@ -100,7 +100,6 @@ class Running:
         self._made: list[int] = []  # tables whose first values are all there
         self._gone: set[int] = set()  # machines
         self._left: set[int] = set()  # learners, and nodes by name
-        self._refused = 0
         self.up = up = Up(self)
         self.down = down = Down(self)
         self.log = log = LogWays(self)
@@ -229,9 +228,8 @@ class Running:
         except (Lost, KeyError) as error:
             self._lost(site, str(error))
         if peer is not None and peer.refused:
-            self._refused += peer.refused.total()
+            self.say(RefusedFrames(peer.refused.total()))
             peer.refused.clear()
-            self.say(RefusedFrames(self._refused))
 
     def _into(self, head: Head) -> memoryview | None:
         """Where a body goes."""

@@ -55,7 +55,7 @@ class ClusterMachines(Machines):
         self._of = dict(enumerate(dealt))
         self._home = dealt.count(0) > 0
         self._dead: set[int] = set()
-        self._frames: dict[int, int] = {}  # that relays have turned away
+        self._frames = 0  # that relays have turned away
         self._cut: deque[tuple[float, Process, LinkLost]] = deque()  # ways, and when to judge
         self._bell, self._newcomers = WakeUp(), queue.SimpleQueue[Newcomer | str]()
         self._room: dict[int, int] = {}  # machine -> learners that begin when its relay has all its ways
@@ -114,7 +114,7 @@ class ClusterMachines(Machines):
     @property
     def refused(self) -> int:
         """Connections and frames that were turned away, on all nodes."""
-        return self.pulse.refused + sum(self._frames.values())
+        return self.pulse.refused + self._frames
 
     def relay(self, parts: RelayParts) -> Relay:
         return Relay(parts, self.cluster.secret, {site: way.address for site, way in self._ways.items()})
@@ -223,7 +223,7 @@ class ClusterMachines(Machines):
 
     def hear(self, relay: Process, word: Any) -> None:
         if isinstance(word, RefusedFrames):
-            self._frames[relay.number] = word.count
+            self._frames += word.count
         elif isinstance(word, LinkLost):
             self._cut.append((time.monotonic() + MOMENT, relay, word))
         elif isinstance(word, Linked) and (room := self._room.pop(relay.number, 0)):
