@@ -66,7 +66,10 @@ def test_iterates_are_those_of_the_method_on_the_whole_batch_in_plain_numpy() ->
 
 @pytest.mark.parametrize("operation", [1, 4, 7, 11, 18])
 def test_a_learner_that_dies_in_any_operation_changes_no_bit(undisturbed: sl.Result, operation: int) -> None:
-    both = {"learner 0": operation, "learner 1": operation}  # one alone could be late, and the other do all the work
+    both = {
+        "learner 0": operation,
+        "learner 1": operation,
+    }  # one alone could be late, and the other do all the work
     result = train(engine=sl.Local(crashes=both), replace=True)
     assert same(result, undisturbed)
     assert "lost" in kinds(result) and set(kinds(result)) <= {"lost", "replaced"}
