@@ -61,6 +61,7 @@ def test_any_points_can_be_drawn(found: list[tuple[float, float]]) -> None:
 
 @pytest.mark.parametrize("values, log, powers, ticks", [
     ([0.0, 1.0], None, False, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)),
+    ([0.0, 12.0], None, False, (0.0, 2.5, 5.0, 7.5, 10.0, 12.5)),
     ([1.0, 7.0], None, False, (0.0, 2.0, 4.0, 6.0, 8.0)),
     ([1.0, 9.0], None, False, (1.0, 2.0, 5.0, 10.0)),
     ([1.0, 9.0], False, False, (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)),
