@@ -23,11 +23,13 @@ from tests.unit.train.still_engine import StillEngine
 
 SEATS = Torchrun(TorchrunPlace(rank=0, learners=2, local_rank=0, local=2, master="host"))
 INPUTS = TensorDataset(torch.zeros(16, 6))
-BATCHES = groups.GroupBatches(INPUTS, None, 8, 1)
 
 
 def whole(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0]).sum()  # type: ignore[no-any-return]
+
+
+GROUPED = groups.Grouped(nn.Sequential(nn.Linear(6, 4)), whole, INPUTS, None, 8, 1)
 
 
 def plan(sync: str) -> RunPlan:
@@ -97,23 +99,22 @@ def test_seats_update_themselves_where_a_step_takes_its_own_gradient_as_it_is(
     sync: str, learners: int, optimizer: Any, plain: bool, expected: bool
 ) -> None:
     made = optimizer(nn.Linear(3, 1).parameters(), lr=0.1)
-    batches = BATCHES._replace(learners=learners)
-    assert groups.updates_locally(Course.of(sync), made, batches, plain=plain) is expected
+    trained = GROUPED._replace(learners=learners)
+    assert groups.updates_locally(Course.of(sync), made, trained, plain=plain) is expected
 
 
 def test_the_cut_says_what_the_model_reads_and_how_large_a_batch_is(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
-    assert groups.cut_over(1, None, model=model, objective=whole, batches=BATCHES) is None
-    by_hand = groups.cut_over(2, {"0": "model"}, model=model, objective=whole, batches=BATCHES)
+    trained = GROUPED._replace(model=nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)))
+    assert groups.cut_over(1, None, trained) is None
+    by_hand = groups.cut_over(2, {"0": "model"}, trained)
     assert by_hand is not None and by_hand.choices == {"0": "model"}
     assert (by_hand.group, by_hand.workers, by_hand.batch) == (2, 2, 8)
     assert by_hand.inputs == (("input", (8, 6), "float32"),)
-    three = groups.cut_over(2, "auto", model=model, objective=whole, batches=BATCHES._replace(learners=3))
+    three = groups.cut_over(2, "auto", trained._replace(learners=3))
     assert three is not None and set(three.choices) == {"0", "2"} and three.workers == 6
     assert three.inputs == by_hand.inputs  # of one learner
     three.save(tmp_path / "plan.json")
-    asked: dict[str, Any] = {"model": model, "objective": whole, "batches": BATCHES}
-    again = groups.cut_over(2, str(tmp_path / "plan.json"), **asked)
+    again = groups.cut_over(2, str(tmp_path / "plan.json"), trained)
     assert isinstance(again, Plan) and again.choices == three.choices
 
 
@@ -127,45 +128,42 @@ class Scaled(nn.Linear):
         return super().forward(input)
 
 
-@pytest.mark.parametrize("objective, batches, words", [
-    (None, BATCHES, "made by back-propagation of a loss or an objective, without a regulariser"),
-    (whole, BATCHES._replace(data=Stream()), "there is no first batch to look at"),
-    (lambda model, batch: model.weight.sum(), BATCHES, r"has to call model\(...\) as a whole: AttributeError"),
-    (lambda model, batch: batch[0].sum(), BATCHES, r"does not call model\(...\)"),
-    (lambda model, batch: model(batch[0], scale=2), BATCHES, r"something else than tensors \(scale\)"),
+@pytest.mark.parametrize("changes, words", [
+    ({"objective": None}, "made by back-propagation of a loss or an objective, without a regulariser"),
+    ({"data": Stream()}, "there is no first batch to look at"),
+    ({"objective": lambda model, batch: model.weight.sum()}, r"has to call model\(...\) as a whole: AttributeError"),
+    ({"objective": lambda model, batch: batch[0].sum()}, r"does not call model\(...\)"),
+    ({"objective": lambda model, batch: model(batch[0], scale=2)}, r"something else than tensors \(scale\)"),
 ])  # fmt: skip
 def test_a_model_is_cut_only_where_a_first_batch_says_what_it_reads(
-    objective: Any, batches: groups.GroupBatches, words: str
+    changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        groups.cut_over(2, "data", model=Scaled(6, 2), objective=objective, batches=batches)
+        groups.cut_over(2, "data", GROUPED._replace(**{"model": Scaled(6, 2), **changes}))
 
 
 def test_the_memory_of_a_seat_counts_only_on_this_machine_under_torchrun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of four seats two are here, and there is no table."""
-    model = nn.Sequential(nn.Linear(1000, 32))
-    batches = groups.GroupBatches(TensorDataset(torch.zeros(16, 1000)), None, 8, 1)
+    model, data = nn.Sequential(nn.Linear(1000, 32)), TensorDataset(torch.zeros(16, 1000))
+    trained = GROUPED._replace(model=model, data=data)
     place = TorchrunPlace(rank=2, learners=4, local_rank=0, local=2, master="host")
     needed = 2 * (2 * 8 * 1001 * 4 + 8 * 1000 * 4)
-    asked: dict[str, Any] = {"model": model, "objective": whole, "batches": batches, "devices": ("cpu",)}
     monkeypatch.setattr(groups, "free_memory", lambda device: needed)
-    assert groups.cut_over(4, {"0": "model"}, place=place, **asked)
+    assert groups.cut_over(4, {"0": "model"}, trained, devices=("cpu",), place=place)
     monkeypatch.setattr(groups, "free_memory", lambda device: needed - 1)
     with pytest.raises(UsageError, match="group=4: a seat needs at least"):
-        groups.cut_over(4, {"0": "model"}, place=place, **asked)
+        groups.cut_over(4, {"0": "model"}, trained, devices=("cpu",), place=place)
 
 
 def test_a_simulated_group_is_one_learner_and_the_engine_given_stays_as_it_was() -> None:
     engine = Sim()
-    model = nn.Sequential(nn.Linear(6, 4))
-    asked: dict[str, Any] = {"model": model, "objective": whole, "batches": BATCHES}
-    assert groups.simulated(engine, 1, None, **asked) is engine
+    assert groups.simulated(engine, 1, None, GROUPED) is engine
     before = engine.cluster
-    made = groups.simulated(engine, 2, "data", **asked)
+    made = groups.simulated(engine, 2, "data", GROUPED)
     assert engine.cluster is before and made is not engine
     compute = made.cluster.compute
     assert compute.base >= 0 and compute.per_example >= 0 and compute != before.compute
     with pytest.raises(UsageError, match="no layers inside it that take time"):
-        groups.simulated(engine, 2, "data", **{**asked, "model": model[0]})
+        groups.simulated(engine, 2, "data", GROUPED._replace(model=nn.Linear(6, 4)))
