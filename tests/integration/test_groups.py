@@ -302,14 +302,11 @@ def test_a_simulated_group_is_one_learner_that_takes_a_part_of_the_time(topology
 @pytest.mark.parametrize("plan", ["data", {"4": "model"}, "auto"])
 def test_a_simulated_groups_step_takes_what_its_plan_says(plan: Any) -> None:
     """But for what replicas send to the table, half of it each, which the simulator sends itself."""
-    batches = groups.GroupBatches(TensorDataset(X, Y), None, 8, 1)
-    asked: dict[str, Any] = {
-        "model": network(),
-        "objective": lambda model, batch: model(batch[0]).sum(),
-        "batches": batches,
-    }
-    cluster = groups.simulated(sl.Sim(CARDS), 2, plan, **asked).cluster
-    found = groups.cut_over(2, plan, cluster=CARDS, **asked)
+    grouped = groups.Grouped(
+        network(), lambda model, batch: model(batch[0]).sum(), TensorDataset(X, Y), None, 8, 1
+    )
+    cluster = groups.simulated(sl.Sim(CARDS), 2, plan, grouped).cluster
+    found = groups.cut_over(2, plan, grouped, cluster=CARDS)
     assert found is not None
     rest = {name: "data" for name in ("0", "1", "4", "6") if name not in found.choices}
     priced = sl.plan(network(), X[:8], CARDS, 2, given={**found.choices, **rest})
@@ -375,12 +372,7 @@ def test_what_does_not_fit_into_the_memory_is_refused_before_the_start(
     free = {"cpu": 10**9, "cuda:0": 10**9, "cuda:1": 10**9, device: 100_000}
     monkeypatch.setattr(groups, "free_memory", free.get)
     model, data = nn.Sequential(nn.Linear(1000, 32)), TensorDataset(torch.zeros(16, 1000))
-    batches = groups.GroupBatches(data, None, 8, 2)
-    asked: dict[str, Any] = {
-        "model": model,
-        "objective": lambda model, batch: model(batch[0]).sum(),
-        "batches": batches,
-    }
+    grouped = groups.Grouped(model, lambda model, batch: model(batch[0]).sum(), data, None, 8, 2)
     cards = ("cuda:0", "cuda:1") if device != "cpu" else ("cpu",)
     seat, table = 2 * 16 * 1001 * 4 + 8 * 1000 * 4, 5 * 32 * 1001 * 4
     needed = 2 * seat if device != "cpu" else 4 * seat + table
@@ -389,6 +381,6 @@ def test_what_does_not_fit_into_the_memory_is_refused_before_the_start(
         rf"{needed / 1e3 if needed < 10**6 else needed / 1e6:.1f} .B on {device}, and 100.0 kB are free there"
     )
     with pytest.raises(UsageError, match=words):
-        groups.cut_over(2, {"0": "model"}, devices=cards, **asked)
+        groups.cut_over(2, {"0": "model"}, grouped, devices=cards)
     free[device] = needed
-    assert groups.cut_over(2, {"0": "model"}, devices=cards, **asked)
+    assert groups.cut_over(2, {"0": "model"}, grouped, devices=cards)

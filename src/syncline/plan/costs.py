@@ -97,7 +97,12 @@ class Measured:
         self._wire = cluster.card if len(set(self._places)) > 1 else cluster.memory
         everywhere = {cluster.machine_of_learner(rank) for rank in range(workers)}
         self._table = cluster.card if len(everywhere) > 1 else cluster.memory
-        each = cluster.compute.seconds(graph.batch) / sum(unit.work for unit in graph.units)
+        work = sum(unit.work for unit in graph.units)
+        if not work:
+            raise UsageError(
+                "plan: the model has no layers inside it that take time; put it into nn.Sequential"
+            )
+        each = cluster.compute.seconds(graph.batch) / work
         by_work = {unit.name: unit.work * each for unit in graph.units}
         self._seconds = compute if compute is not None else by_work
         missing = [unit.name for unit in graph.units if unit.parameters and unit.name not in self._seconds]

@@ -25,7 +25,7 @@ from syncline.sim.timing.run_times import Follow, Timing
 from syncline.studies.grid import Point, StudyRow, asked
 from syncline.topologies import Servers, Trees, parse_topology
 from syncline.train import Result, train
-from syncline.train.groups import GroupBatches, check_group, simulated
+from syncline.train.groups import Grouped, check_group, simulated
 from syncline.version import VERSION
 
 Source = tuple[str, str, str | None]  # a job as text, its name, where it looks for callables
@@ -145,9 +145,9 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     if job.group > 1:
         way = way_of(made["gradient"], model, made["loss"], made["objective"])
         aim = way.objective if isinstance(way, Backprop) else None
-        batches = GroupBatches(made["data"], made["collate"], job.batch_size, job.learners)
+        grouped = Grouped(model, aim, made["data"], made["collate"], job.batch_size, job.learners)
         check_group(job.group, made["plan"], engine, job.topology)
-        engine = simulated(engine, job.group, made["plan"], model=model, objective=aim, batches=batches)
+        engine = simulated(engine, job.group, made["plan"], grouped)
     parameters = [each for each in model.parameters() if each.requires_grad]
     count = sum(each.numel() for each in parameters)
     where: dict[str, Any] = {}

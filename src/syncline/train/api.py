@@ -30,7 +30,7 @@ from syncline.sim.engine import Sim
 from syncline.train import checks
 from syncline.train.batch import batch_spec, wants_batch
 from syncline.train.groups import (
-    GroupBatches,
+    Grouped,
     check_group,
     cut_over,
     simulated,
@@ -213,8 +213,7 @@ def train(
     if steps is None and epochs is None:
         epochs = 1
     aim = trained.objective if isinstance(trained, Backprop) else None
-    batches = GroupBatches(data, collate, each, learners)
-    plain = aim if regulariser is None else None
+    grouped = Grouped(whole, aim if regulariser is None else None, data, collate, each, learners)
     training = Training(
         model=sent,
         data=data,
@@ -233,7 +232,7 @@ def train(
     evaluation = with_norm(evaluation_of(sent, evaluate, way, each, collate), rule, training)
     course, cut, local = Course.of(sync), None, False
     if isinstance(runner, Sim):
-        runner = simulated(runner, group, plan, model=whole, objective=plain, batches=batches)
+        runner = simulated(runner, group, plan, grouped)
         group = 1  # to the run
     elif group > 1:
         place = place_of(runner)
@@ -246,11 +245,10 @@ def train(
             place is None
             and local_update
             and updates_locally(
-                course, made, batches, plain=clip_norm is None and not warmstart and evaluation is None
+                course, made, grouped, plain=clip_norm is None and not warmstart and evaluation is None
             )
         )
-        asked: dict[str, Any] = {"model": whole, "objective": plain, "batches": batches}
-        cut = cut_over(group, plan, **asked, devices=seats, local=local or place is not None, place=place)
+        cut = cut_over(group, plan, grouped, devices=seats, local=local or place is not None, place=place)
     description = RunPlan(
         course=course,
         learners=learners,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +29,7 @@ from syncline.roles.run_plan import RunPlan
 from syncline.table.checkpoints import Checkpoint
 from syncline.topologies import MOST_SHARDS, SHARD_BYTES, Servers, parse_topology
 from syncline.train.checks import attempt, built, check_callbacks, check_data, check_evaluate, check_loop
-from syncline.train.spec import run_spec
+from syncline.train.spec import cores_here, run_spec
 
 EXAMPLE = 'sync="sandblaster", optimizer=sl.LBFGS(history=10)'
 
@@ -90,12 +89,14 @@ def check_model(model: nn.Module) -> None:
     """A batch's objective must not depend on how it is cut, nor on chance."""
     dropped = []
     for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and not _has_statistics(module):
-            raise UsageError(
-                f"'{name}' ({type(module).__name__}) normalises by the statistics of a portion, so the objective would depend on "
-                "how a batch is cut, and it has none of its own; use GroupNorm or LayerNorm, or a model whose statistics "
-                "are there (they stay as they are)"
-            )
+        if isinstance(module, _NormBase):
+            seen = module.num_batches_tracked  # none where a running mean is given without
+            if module.running_mean is None or (seen is not None and not int(seen)):
+                raise UsageError(
+                    f"'{name}' ({type(module).__name__}) normalises by the statistics of a portion, so the objective would depend on "
+                    "how a batch is cut, and it has none of its own; use GroupNorm or LayerNorm, or a model whose statistics "
+                    "are there (they stay as they are)"
+                )
         rate = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
             dropped.append(f"'{name}' ({type(module).__name__})")
@@ -111,12 +112,6 @@ def check_model(model: nn.Module) -> None:
             raise LayoutError(f"'{name}' is {parameter.dtype}: a batch method moves real numbers only")
     if not trained(model):
         raise LayoutError(f"{type(model).__name__} has no parameter that is trained (requires_grad)")
-
-
-def _has_statistics(module: _NormBase) -> bool:
-    return module.running_mean is not None and (
-        module.num_batches_tracked is None or int(module.num_batches_tracked) > 0
-    )
 
 
 def sample_sizes(schedule: Any, joint: int | None) -> Callable[[int], int] | int | None:
@@ -140,8 +135,7 @@ def shards_of(topology: str, nbytes: int) -> int:
     found = parse_topology(topology)
     if isinstance(found, Servers) and found.fixed:
         return found.shards
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_SHARDS, cores, nbytes // SHARD_BYTES))
+    return max(1, min(MOST_SHARDS, cores_here(), nbytes // SHARD_BYTES))
 
 
 def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:

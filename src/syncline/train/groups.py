@@ -78,22 +78,22 @@ def under_torchrun(
     return Course(tuple((at, dial if dial.lockstep else lockstep) for at, dial in course.dials)), topology
 
 
-def updates_locally(
-    course: Course, made: torch.optim.Optimizer, batches: GroupBatches, *, plain: bool
-) -> bool:
-    """Whether a group's seats can update what is cut over them (M16): it is alone, and a step takes its own gradient, as it is."""
-    (_, dial), *more = course.dials
-    same = not (more or dial.local or dial.delay) and dial.factor(1, batches.batch_size) == 1.0
-    return plain and batches.learners == 1 and same and type(made) in ELEMENTWISE
+class Grouped(NamedTuple):
+    """What groups train, and what they read."""
 
-
-class GroupBatches(NamedTuple):
-    """What learners read."""
-
+    model: nn.Module
+    objective: Objective | None
     data: Any
     collate: Any
     batch_size: int
     learners: int
+
+
+def updates_locally(course: Course, made: torch.optim.Optimizer, trained: Grouped, *, plain: bool) -> bool:
+    """Whether a group's seats can update what is cut over them (M16): it is alone, and a step takes its own gradient, as it is."""
+    (_, dial), *more = course.dials
+    same = not (more or dial.local or dial.delay) and dial.factor(1, trained.batch_size) == 1.0
+    return plain and trained.learners == 1 and same and type(made) in ELEMENTWISE
 
 
 def check_memory(
@@ -142,10 +142,8 @@ def free_memory(device: str) -> int | None:
 def cut_over(
     group: int,
     plan: Any,
+    trained: Grouped,
     *,
-    model: nn.Module,
-    objective: Objective | None,
-    batches: GroupBatches,
     devices: Sequence[str] = (),
     cluster: Cluster | None = None,
     local: bool = False,
@@ -154,12 +152,12 @@ def cut_over(
     """How `train`'s model is cut over each group; refused here where it cannot be. Without devices no memory is looked at."""
     if group == 1:
         return None
-    if objective is None:
+    if trained.objective is None:
         raise UsageError(
             f"group={group}: gradients over seats are made by back-propagation of a loss or an objective, without a regulariser"
         )
-    example = _model_inputs(model, objective, batches)
-    batch_size, learners = batches.batch_size, batches.learners
+    example = _model_inputs(trained)
+    model, batch_size, learners = trained.model, trained.batch_size, trained.learners
     found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan
     if plan is None or plan == "auto":
         joint = {name: _as_shape(tensor, batch_size, learners) for name, tensor in example.items()}
@@ -176,27 +174,15 @@ def cut_over(
     return Plan(choices, (), group, group * learners, batch_size, "", inputs)
 
 
-def simulated(
-    engine: Sim,
-    group: int,
-    plan: Any,
-    *,
-    model: nn.Module,
-    objective: Objective | None,
-    batches: GroupBatches,
-) -> Sim:
+def simulated(engine: Sim, group: int, plan: Any, trained: Grouped) -> Sim:
     """The simulator with groups as its learners: a step takes what the plan says on its cluster, a gradient is that of the whole model."""
     seats = seats_of(engine.cluster, group)
-    cut = cut_over(group, plan, model=model, objective=objective, batches=batches, cluster=seats)
+    cut = cut_over(group, plan, trained, cluster=seats)
     if cut is None:
         return engine
-    size = batches.batch_size
-    once, twice = (
-        step_seconds(
-            model, {name: _as_shape(t, size, n) for name, t in cut.example.items()}, seats, group, cut.choices
-        )
-        for n in (1, 2)
-    )
+    model, size = trained.model, trained.batch_size
+    batches = ({name: _as_shape(t, size, n) for name, t in cut.example.items()} for n in (1, 2))
+    once, twice = (step_seconds(model, batch, seats, group, cut.choices) for batch in batches)
     each = min(max(0.0, (twice - once) / size), once / size)
     made = copy.copy(engine)
     made.cluster = groups_of(
@@ -214,15 +200,16 @@ class _Spy(nn.Module):
         raise _Caught(args, kwargs)
 
 
-def _model_inputs(model: nn.Module, objective: Objective, batches: GroupBatches) -> Any:
+def _model_inputs(trained: Grouped) -> Any:
     """Shapes of a batch as the model gets it, by name."""
-    if isinstance(batches.data, IterableDataset):
+    assert trained.objective is not None
+    if isinstance(trained.data, IterableDataset):
         raise UsageError(
             "group= with a stream: there is no first batch to look at; use launch with sl.partition"
         )
-    batch = reader(batches.data, batches.collate)(torch.arange(min(batches.batch_size, 2)))
+    batch = reader(trained.data, trained.collate)(torch.arange(min(trained.batch_size, 2)))
     try:
-        objective(_Spy(), batch)
+        trained.objective(_Spy(), batch)
     except _Caught as caught:
         args, kwargs = caught.args
     except Exception as error:
@@ -231,13 +218,13 @@ def _model_inputs(model: nn.Module, objective: Objective, batches: GroupBatches)
         ) from error
     else:
         raise UsageError("group=: the objective does not call model(...)")
-    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    bound = inspect.signature(trained.model.forward).bind(*args, **kwargs).arguments
     if not all(isinstance(value, Tensor) for value in bound.values()):
         names = ", ".join(name for name, value in bound.items() if not isinstance(value, Tensor))
         raise UsageError(
             f"group=: the model reads something else than tensors ({names}); use launch with sl.partition"
         )
-    return {name: _as_shape(value, batches.batch_size, 1) for name, value in bound.items()}
+    return {name: _as_shape(value, trained.batch_size, 1) for name, value in bound.items()}
 
 
 def _as_shape(tensor: Tensor, batch_size: int, times: int) -> Tensor:

@@ -114,8 +114,11 @@ def check_plan(plan: RunPlan, engine: Engine, faults: Faults, group: int, *, clo
 
 def topology_of(text: str, learners: int, course: Course) -> Topology:
     """With as many shards as this machine has cores for, where the user names no number."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return parse_topology(text).sized(learners, cores, lockstep=course.first.lockstep)
+    return parse_topology(text).sized(learners, cores_here(), lockstep=course.first.lockstep)
+
+
+def cores_here() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices_of(device: Any, learners: int) -> tuple[str, ...]:
@@ -180,12 +183,7 @@ def engine_of(engine: Any) -> Engine:
 
 
 @cache
-def _say_torchrun(processes: int, group: int) -> None:
-    """Once: the same script, started by itself, starts learners of its own."""
-    what = "the learners" if group == 1 else "the seats of one learner"
-    words = (
-        f"the {processes} processes that torchrun started are {what}; engine=sl.Local() would start others"
-    )
+def _say_once(words: str) -> None:
     print(f"syncline: {words}", file=sys.stderr, flush=True)
 
 
@@ -201,6 +199,8 @@ def learners_of(engine: Engine, learners: int, topology: str, wait: bool, group:
     learners = place.check(
         topology=topology, learners=learners, default=DEFAULT_LEARNERS, wait=wait, group=group
     )
-    if place.rank == 0:
-        _say_torchrun(place.learners, group)
+    if place.rank == 0:  # the same script, started by itself, starts learners of its own
+        what = "the learners" if group == 1 else "the seats of one learner"
+        words = f"the {place.learners} processes that torchrun started are {what}"
+        _say_once(f"{words}; engine=sl.Local() would start others")
     return learners

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.errors import RunError, UsageError
 from syncline.kernels import block_local as reference
 from syncline.kernels import l2_pool
 from syncline.kernels.geometry import Geometry
@@ -113,23 +112,6 @@ def test_the_chosen_tiles_serve(kernels: ModuleType) -> None:
     close(found, reference.weight_gradient(maps, images, geometry))
 
 
-@pytest.mark.parametrize("field, channels", [(4, 2), (5, 2), (7, 3)])
-def test_small_and_unaligned_fields_get_plain_tiles(kernels: ModuleType, field: int, channels: int) -> None:
-    geometry = Geometry(channels=channels, height=20, width=20, field=field, step=3, block=(4, 4, 18))
-    for dtype in (torch.float32, torch.bfloat16):
-        ways = {"updates": True, "pairs": 2}
-        forward, back = kernels.forward_tiles(geometry, 96, dtype), kernels.input_tiles(geometry, 96, dtype)
-        update = kernels.gradient_tiles(geometry, 96, dtype, **ways)
-        assert forward.rows == (32, 0) and back.columns <= 32 and update.rows == (32, 0)
-        assert all(tiles.images[1] == 0 and tiles.copied == 0 for tiles in (forward, back, update))
-
-
-def test_too_many_elements_are_refused_with_a_way_out(kernels: ModuleType) -> None:
-    geometry = Geometry(channels=3, height=200, width=200, field=20, step=4)
-    with pytest.raises(UsageError, match="use batches of at most 17895 images"):
-        kernels._shape(geometry, 20_000)
-
-
 @pytest.mark.parametrize(
     "size, most, tiles", [(288, 256, (256, 32)), (96, 128, (64, 32)), (128, 256, (128, 0)), (5, 128, (16, 0))]
 )
@@ -149,22 +131,3 @@ def test_pooling_and_its_gradient(window: int, pad: int) -> None:
     gradient = torch.randn_like(pooled)
     expected = l2_pool.backward(gradient, pooled, maps, window, pad=pad)
     close(pooling.backward(gradient, pooled, maps, window, pad=pad), expected)
-
-
-def test_tiles_that_do_not_fit_shrink_until_they_do(kernels: ModuleType) -> None:
-    errors = importlib.import_module("triton.runtime.errors")
-    tried = []
-
-    def launch(tiles: Any) -> None:
-        tried.append((tiles.stages, tiles.columns))
-        if tiles.columns > 32:
-            raise errors.OutOfResources(300_000, 232_448, "shared memory")
-
-    tiles = kernels.Tiles(rows=(64, 0), images=(32, 0), columns=64, stages=3)
-    kernels._fit(("test",), tiles, launch)
-    assert tried == [(3, 64), (2, 64), (1, 64), (1, 32)]
-    kernels._fit(("test",), tiles, launch)
-    assert tried[4:] == [(1, 32)]
-    least = kernels.Tiles(rows=(64, 0), images=(32, 0), columns=16, stages=1)
-    with pytest.raises(RunError, match="fewer neurons or smaller batches"):
-        kernels._smaller(least)

@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from syncline.report import svg_plots as svg
 from syncline.report.html_page import page
 from syncline.report.run_record import RunRecord
 from tests.unit.report.lines_of_a_run import end, event, start, whole
@@ -80,23 +79,3 @@ def test_pages_of_runs_that_went_wrong(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         record.feed(line)
     ElementTree.fromstring(page(record).removeprefix("<!DOCTYPE html>\n"))
-
-
-@pytest.mark.parametrize(
-    "values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e12, 3e12], [-3.0, 4.0], [0.1, 0.1000001]]
-)
-def test_axes_hold_all_values(values: list[float]) -> None:
-    points = list(enumerate(values))
-    plot = ElementTree.fromstring(svg.lines("t", [("s", points)], x="x", y="y"))
-    (line,) = plot.iter(f"{SVG}polyline")
-    for place in line.get("points", "").split():
-        x, y = map(float, place.split(","))
-        assert svg.LEFT - 0.1 <= x <= svg.SMALL[0] - svg.RIGHT + 0.1
-        assert svg.TOP - 0.1 <= y <= svg.SMALL[1] - svg.BOTTOM + 0.1
-
-
-def test_several_plots_in_one_picture() -> None:
-    one = svg.bars("b", [("0", 1.0, "one")], x="x", y="y")
-    picture = ElementTree.fromstring(svg.side_by_side([one, one, one]))
-    assert len(picture.findall(f"{SVG}g")) == 3
-    assert picture.get("height") == str(2 * svg.SMALL[1])

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from syncline.report.svg_plots import Curve, Spot, curves, scale
+from syncline.report.svg_plots import Curve, Spot, curves
 from syncline.studies.grid import asked
 from syncline.studies.picture import page, panels, picture, ramp
 from tests.unit.studies.studies import grid, row, whole
@@ -95,24 +92,6 @@ def test_the_page_holds_picture_and_rows() -> None:
     assert len(root.findall(".//tbody/tr")) == 28
     assert "a &lt; b &amp;" in text and "time in seconds" in text
     assert ElementTree.fromstring(picture(rows, title="a <job>")).tag == f"{SVG}svg"
-
-
-values = st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=6)
-
-
-@given(values, st.sampled_from([None, True, False]), st.booleans())
-def test_scales_hold_their_values(found: list[float], log: bool | None, powers: bool) -> None:
-    made = scale(found, log=log, powers=powers)
-    assert made.low <= min(found) * 1.0001 and max(found) * 0.9999 <= made.high
-    assert made.low < made.high and 1 < len(made.ticks) < 40
-    assert all(-0.001 <= made.place(value, 0.0, 1.0) <= 1.001 for value in found)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e3, 1e3)), min_size=1, max_size=5))
-def test_any_points_can_be_drawn(found: list[tuple[float, float]]) -> None:
-    spots = [Spot(x, y, "label") for x, y in found]
-    level = (found[0][1], "level")
-    ElementTree.fromstring(curves("a & b", [Curve(spots=spots, name="<c>")], x="x", y="y", level=level))
 
 
 def test_colours_are_in_order_and_enough() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from syncline.dial import Sync
-from syncline.errors import UsageError
 from syncline.ports import WRITTEN
-from syncline.table.gradient_slot import Slot, SlotPart, options_text, private_slot
+from syncline.table.gradient_slot import Slot, SlotPart, private_slot
 from syncline.table.layout import Layout, lay_out
 from syncline.table.optimizer_template import OptimizerTemplate, merge, split
 from syncline.table.shard import Shard, total_norm
@@ -546,33 +545,3 @@ def test_a_shard_that_owns_nothing_takes_part() -> None:
     for shard in shards:
         shard.read(1, into)
     torch.testing.assert_close(layout.parameters.views(into)[0], expected)
-
-
-# -- slots (M1) --------------------------------------------------------------------------------------------
-
-
-def test_a_slot_holds_gradients_buffers_mask_and_options_apart() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    layout, tensors = lay_out(model, [model.parameters()], cuttable=True, shards=2)
-    slot = private_slot(layout)
-    options = [{"lr": 0.5, "betas": [0.1, 0.2], "maximize": False, "foreach": None}]
-    slot.write_options(options_text([{**options[0], "lr": torch.tensor(0.5)}]))
-    slot.mask.copy_(torch.tensor([1, 0, 1, 1]))
-    for number, tensor in enumerate([*slot.gradients, *slot.buffers]):
-        tensor.fill_(number + 1)
-    assert slot.read_options() == options
-    assert slot.mask.tolist() == [1, 0, 1, 1]
-    for number, tensor in enumerate([*slot.gradients, *slot.buffers]):
-        assert torch.equal(tensor, torch.full_like(tensor, number + 1))
-    assert [b.dtype for b in slot.buffers] == [b.dtype for b in tensors.buffers]
-    found = {}
-    for part in layout.parts:
-        found |= dict(zip([piece.entry for piece in part.pieces], slot.part(part).present(), strict=True))
-    assert found == {0: True, 1: False, 2: True, 3: True}
-
-
-def test_options_that_cannot_travel_are_refused() -> None:
-    with pytest.raises(UsageError, match="more than the 16376"):
-        options_text([{"note": "x" * 20000}])
-    with pytest.raises(UsageError, match="type object cannot travel"):
-        options_text([{"odd": object()}])
