@@ -42,7 +42,7 @@ def test_the_dial_in_words() -> None:
 
 def test_an_epoch_answers_by_name_and_its_metrics_come_first() -> None:
     record = EpochRecord(epoch=1, version=7, seconds=2.0, examples=10, loss=0.5, losses={})
-    record.notes["step"] = 0.25
+    record.notes.update(step=0.25, accuracy=0.0)
     record.metrics.update(loss=0.4, accuracy=0.9)
     assert (record["version"], record["accuracy"], record["step"]) == (7, 0.9, 0.25)
     assert record["loss"] == 0.4 and record.loss == 0.5, "of the test, and of training"

@@ -91,8 +91,10 @@ def test_after_a_kill_the_next_waits_for_another_look(signals: list[tuple[int, i
 
 
 def test_the_newest_that_lives_is_struck_and_none_twice(signals: list[tuple[int, int]]) -> None:
-    old = process("learner", 0, 10, state="lost")
-    run = MadeUpRun(*[(1, [old, process("learner", 0, 20)])] * 3, (1, [old, process("learner", 0, 30)]))
+    old = [process("learner", 0, 10), process("learner", 0, 11)]
+    lost = process("learner", 0, 40, state="lost")
+    looks = [[*old, process("learner", 0, 20)]] * 3 + [[*old, process("learner", 0, 30), lost]]
+    run = MadeUpRun(*[(1, processes) for processes in looks])
     found = played("kill learner 0 at version 1; kill learner 0 at version 1", run)
     assert signals == [(20, signal.SIGKILL), (30, signal.SIGKILL)] and not found.missed
 
