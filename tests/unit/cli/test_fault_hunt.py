@@ -55,7 +55,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no processes": ({"seeds": 5, "jobs": 0}, "--seeds and --jobs must be at least 1, got 5 and 0"),
     "no such dial": ({"seeds": 5, "sync": "softsnyc"}, "no preset is called 'softsnyc'"),
     "a job's option": (
-        {"seeds": 5, "of_jobs": {"--steps": 3, "--epochs": None}},
+        {"seeds": 5, "of_jobs": {"--steps": 0, "--epochs": None}},
         "its own jobs, --steps would be",
     ),
 }
