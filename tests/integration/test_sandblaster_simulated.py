@@ -17,7 +17,7 @@ import syncline as sl
 from reproductions.distbelief.batch_times import time_batch
 from syncline import errors
 from syncline.cli.app import app
-from syncline.engines import batch_record as batch
+from syncline.engines import batch_method_record as batch
 from syncline.jobs import Job
 from tests.integration.batch_runs import METHOD, kinds, losses, network, points, same, train
 from tests.unit.batch.test_own_method import barzilai_borwein

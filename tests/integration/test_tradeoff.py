@@ -197,40 +197,6 @@ def test_ctrl_c_ends_promptly_and_keeps_what_is_done() -> None:
     assert gone(workers) and Path("out/tradeoff.svg").exists()
 
 
-BAD = {
-    "no such dial": (["--sync", "hardsink"], "no preset is called 'hardsink', did you mean 'hardsync'?"),
-    "n > λ": (["--sync", "softsync:9", "--learners", "2,4"], "n = 9 with 2 learners"),
-    "no number": (["--learners", "a"], "--learners a: expected whole numbers"),
-    "batch larger than data": (["--batch-size", "32,4000"], "--batch-size 4000: "),
-    "no such cluster": (["--cluster", "p777"], "--cluster p777: unknown cluster 'p777'"),
-    "epochs and steps": (["--epochs", "2", "--steps", "5"], "either epochs or steps"),
-    "no such engine": (["--engine", "ray"], "--engine ray: expected sim or local"),
-    "a cluster of the local engine": (
-        ["--engine", "local", "--cluster", "p775"],
-        "--cluster and --timing are",
-    ),
-    "no jobs": (["--jobs", "0"], "--jobs 0: expected a whole number of at least 1"),
-    "no study": (["--plot", "nowhere"], "nowhere is no study"),
-    "a dial that all-reduce does not have": (
-        ["--set", "topology=allreduce", "--sync", "hardsync,async"],
-        "--sync async: async over allreduce",
-    ),
-    "set beside the list": (["--set", "learners=3"], "--learners sets this in every run"),
-    "a dial beside the list": (["--set", "sync.lead=1"], "--sync sets this in every run"),
-    "a seed beside the list": (["--set", "seed=1"], "--seeds sets this in every run"),
-    "real processes": (["--set", "engine=local"], "this command simulates"),
-    "no such key": (["--set", "lerners=3"], "did you mean 'learners'"),
-}
-
-
-@pytest.mark.parametrize("arguments, words", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_before_anything_starts(arguments: list[str], words: str) -> None:
-    result = tradeoff(job("plain"), *arguments, "--out", "out")
-    assert result.exit_code == 2, result.output
-    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
-    assert not Path("out").exists()
-
-
 def test_another_job_is_refused_and_combinations_that_cannot_be_are_said() -> None:
     small = ("--learners", "1,2", "--batch-size", "96", "--sync", "softsync:2", "--jobs", "1", "--out", "out")
     result = tradeoff(job("plain"), *small, "--steps", "3")

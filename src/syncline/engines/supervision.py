@@ -13,7 +13,7 @@ from typing import Any
 
 from syncline.batch import coordinator as batch
 from syncline.batch import messages as b
-from syncline.engines.batch_record import BatchRecord, read_batch
+from syncline.engines.batch_method_record import BatchRecord, read_batch
 from syncline.engines.checkpoint_writer import commit
 from syncline.engines.recorder import Recorder
 from syncline.engines.run import RunSpec

@@ -20,7 +20,7 @@ from syncline.batch import messages as b
 from syncline.batch.commands import Program
 from syncline.cluster.record import Cluster
 from syncline.dial import Sync
-from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
+from syncline.engines.batch_method_record import BatchRecord, coordinator_of, state_of, write_first
 from syncline.engines.checkpoint_writer import write_part
 from syncline.engines.event_script import Fault
 from syncline.engines.recorder import Recorder, learner_error

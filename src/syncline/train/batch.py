@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from syncline.batch.commands import is_method
 from syncline.batch.portions import Samples
 from syncline.dial import SANDBLASTER, Course
-from syncline.engines.batch_record import check_memory, check_restored, read_batch
+from syncline.engines.batch_method_record import check_memory, check_restored, read_batch
 from syncline.engines.run import Engine, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import LayoutError, SynclineWarning, UsageError

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from syncline.cluster.record import Cluster, Compute
 from syncline.dial import Course
-from syncline.engines.batch_record import available_memory, readable
+from syncline.engines.batch_method_record import available_memory, readable
 from syncline.engines.run import Engine
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.rank_and_store import TorchrunPlace

@@ -1,24 +1,16 @@
-"""What the panel and the plain lines say of a run."""
+"""What the panel says of a run."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from syncline.cli.display import panel
-from syncline.cli.plain_output import duration, epoch_line, event_line, headline, next_steps
 from syncline.report.run_record import RunRecord
-from tests.unit.report.lines_of_a_run import OPTIONS, epoch, event, start, statistics, whole
-
-
-def fed(lines: list[dict[str, Any]]) -> RunRecord:
-    record = RunRecord(Path("runs/a"))
-    for line in lines:
-        record.feed(line)
-    return record
+from tests.unit.report.lines_of_a_run import epoch, event, start, statistics
+from tests.unit.report.test_run_record import fed
 
 
 def shown(record: RunRecord, width: int = 110, **changes: Any) -> str:
@@ -69,31 +61,3 @@ def test_warnings_are_whole_and_below_the_events() -> None:
 def test_before_anything_was_heard() -> None:
     text = shown(fed([start()]))
     assert "epoch 1/4" in text and "ETA –" in text and "loss –" in text
-
-
-def test_lines() -> None:
-    record = fed(whole())
-    assert headline(record) == "Net (1,234 parameters) · softsync:1 · 2 learners × batch 8 · 4 epochs"
-    line = epoch_line(record, record.epochs[1])
-    assert (
-        line
-        == "epoch 2/4  version 20  loss 1.0000  test loss 0.5  test accuracy 75.00 %  staleness 0.75  2.0 s"
-    )
-    assert event_line(event("raised", "raised: x\nTraceback\nValueError: y", rank=2)) == (
-        "2.5 s  learner 2: raised: x ValueError: y"
-    )
-    assert [duration(each) for each in (1.25, 65, 3725)] == ["1.2 s", "1:05", "1:02:05"]
-
-
-def test_what_to_try_next_is_another_dial() -> None:
-    record = fed([start(run={**OPTIONS, "sync": "hardsync"})])
-    commands = [command for command, _ in next_steps(record, ["syncline", "train", "job.toml"])]
-    assert commands[0] == "syncline train job.toml --sync softsync:1"
-    assert not any("hardsync" in command for command in commands)
-
-
-def test_from_all_reduce_the_next_steps_lead_to_servers() -> None:
-    record = fed([start(run={**OPTIONS, "sync": "hardsync", "topology": "allreduce:blocking"})])
-    given = [("--topology", "allreduce"), ("--epochs", "3")]
-    softly = next_steps(record, ["syncline", "train"], given)[0][0]
-    assert softly == "syncline train --sync softsync:1 --topology servers --epochs 3"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from syncline.cli.app import app
 from syncline.cli.simulate import timing_progress
 from syncline.report import read_run
 from syncline.sim.timing.run_times import SoFar
-from syncline.testing.hunt import Case, Failure, Found, random_case
 
 JOB = """
 learners = 2
@@ -160,27 +158,6 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     assert result.exit_code == 2, result.output
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
     assert not Path("runs").exists()
-
-
-def test_what_a_hunt_would_ignore_is_refused() -> None:
-    options = ["--cluster", "p775", "--epochs", "3", "--timing", "--topology", "servers:2"]
-    result = simulate("--faults", "random", "--seeds", "2", *options)
-    assert result.exit_code == 2, result.output
-    assert "--cluster, --topology, --epochs, --timing would be ignored" in result.stderr
-
-
-def test_a_failure_is_printed_with_what_the_hunt_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = random_case(3, "ssp:1", learners=4, shards=2)
-    found = Found(drawn=drawn, case=Case(seed=3, sync="ssp:1"), failure=Failure("broken", "broken here"))
-    monkeypatch.setattr("syncline.cli.fault_hunt.hunt", lambda *_, **__: found)
-    hunt = ("--faults", "random", "--sync", "ssp:1", "--learners", "4", "--shards", "2")
-    result = simulate(*hunt, "--seeds", "9")
-    assert result.exit_code == 1 and "broken here" in result.output and drawn.script
-    (again,) = [line for line in result.output.splitlines() if line.startswith("as it was drawn: ")]
-    played: list[Case] = []
-    monkeypatch.setattr("syncline.cli.fault_hunt.play", played.append)
-    assert simulate(*shlex.split(again.partition("syncline simulate ")[2])).exit_code == 0
-    assert played == [drawn]
 
 
 def test_next_steps_are_the_same_command_with_another_dial() -> None:

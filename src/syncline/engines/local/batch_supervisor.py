@@ -1,7 +1,7 @@
 """The supervisor of a batch method's run: starts its shards and learners, hosts the coordinator, and ends them.
 
 Scalars and decisions pass here, never a vector. Decisions are the coordinator's (`batch.coordinator`); what is recorded is
-`engines.batch_record`'s.
+`engines.batch_method_record`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from syncline.batch import messages as b
 from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Cancel
 from syncline.dial import Sync
-from syncline.engines.batch_record import BatchRecord, coordinator_of, state_of, write_first
+from syncline.engines.batch_method_record import BatchRecord, coordinator_of, state_of, write_first
 from syncline.engines.local.batch_processes import (
     BatchLearnerSpec,
     BatchShardSpec,

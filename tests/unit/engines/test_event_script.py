@@ -1,4 +1,4 @@
-"""Faults as a script: what a line may say."""
+"""Scripts of events: what a line may say, and when its moment has come."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from syncline.engines.event_script import Fault, parse_script
 from syncline.errors import UsageError
-from syncline.testing import Fault, Faults
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_line(line: str, expected: dict[str, Any]) -> None:
 )
 def test_no_line(line: str) -> None:
     with pytest.raises(UsageError, match="write for example"):
-        Faults(line)
+        parse_script(f"stop at 2 s; {line}")
 
 
 def test_a_script_is_lines_or_parts() -> None:
     script = "kill learner 1 at version 3; add 1 at version 4\n\n stop at 2 s\n"
-    assert [fault.action for fault in Faults(script).faults] == ["kill", "add", "stop"]
+    assert [fault.action for fault in parse_script(script)] == ["kill", "add", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,3 @@ def test_a_script_is_lines_or_parts() -> None:
 )
 def test_when(fault: str, version: int, seconds: float, due: bool) -> None:
     assert Fault.parse(fault).due(version, seconds) is due
-
-
-def test_links_of_real_runs_are_not_cut() -> None:
-    run: Any = None  # nothing is asked of it
-    with pytest.raises(UsageError, match="'cut link 0-1 for 1 s at 3 s': links are cut in simulated"):
-        Faults("stop at 9 s; cut link 0-1 for 1 s at 3 s").play(run)

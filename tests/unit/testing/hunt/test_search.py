@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from syncline.dial import Sync
-from syncline.errors import UsageError
 from syncline.messages.log import Change, Entry
 from syncline.protocols.epoch_positions import EpochPositions
 from syncline.protocols.folding import Folding, Ticket
@@ -29,8 +27,7 @@ from syncline.sim.owned_memory import Traffic
 from syncline.table.accumulator import Mean
 from syncline.table.shard import Shard
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case, shorten
-from syncline.testing.hunt.case import LOOPS, POLICIES
-from syncline.testing.hunt.case_player import SHARED, scratch, sweep
+from syncline.testing.hunt.case_player import SHARED, sweep
 from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
 
@@ -39,64 +36,6 @@ Patch = pytest.MonkeyPatch
 
 def test_nothing_is_broken() -> None:
     assert hunt(range(3), DIALS) is None
-
-
-@pytest.mark.parametrize("loop", ["train", "own"])
-def test_pushes_of_learners_that_have_not_heard_of_lockstep_yet(loop: str) -> None:
-    """Promises leave their slots when they are taken, real gradients lie in them until their fold."""
-    case = Case(
-        seed=939,
-        sync="downpour:push=1,fetch=6,local_lr=0.1",
-        script="change to hardsync at 2 s",
-        loop=loop,
-        examples=7,
-        batch_size=1,
-        epochs=1,
-        cluster="equal:setup=1.5,beside=true,learners_per_machine=2",
-        late=True,
-    )
-    assert play(case) is None
-
-
-def test_all_loops_policies_and_faults_are_drawn() -> None:
-    cases = [random_case(seed, dial) for seed in range(40) for dial in DIALS]
-    assert {case.loop for case in cases} == set(LOOPS) and {case.policy for case in cases} == set(POLICIES)
-    scripts = "; ".join(case.script for case in cases)
-    for words in (
-        "kill learner",
-        "kill shard",
-        "kill node",
-        "pause learner",
-        "pause shard",
-        "add",
-        "change to",
-        "stop",
-        "version",
-        "kill node",
-        "pause node",
-        "cut link",
-    ):
-        assert words in scripts
-    assert any("delay=0.3" in case.cluster for case in cases)
-    assert any(case.warmstart for case in cases) and any(case.steps for case in cases)
-    assert {case.fan_in for case in cases} == {0, 2, 3}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_case_is_drawn_the_same_way_every_time_and_its_command_says_all(seed: int) -> None:
-    case = random_case(seed, "ssp:2")
-    assert case == random_case(seed, "ssp:2") != random_case(seed, "async")
-    plain = Case(seed=seed, sync="ssp:2", learners=case.learners, shards=case.shards, script=case.script)
-    assert plain.changed(case.settings()) == case
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UsageError, match="loop is one of train, own, odd, bare, got 'round'"):
-        Case(loop="round")
-    with pytest.raises(UsageError, match="--set depth=3: write key=value with one of batch_size"):
-        Case().changed(["depth=3"])
-    with pytest.raises(UsageError, match="replace is true or false"):
-        Case().changed(["replace=perhaps"])
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------
@@ -405,38 +344,7 @@ def test_shortening_ends() -> None:
     assert len(tried) <= 40 and short.script == ""
 
 
-def test_torch_is_left_as_it_was() -> None:
-    before = torch.get_rng_state()
-    play(random_case(0, "async"))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # -- nothing stays behind ----------------------------------------------------------------------------------
-
-LEAVES = """
-import os, signal, sys
-from syncline.testing.hunt.case_player import scratch
-with scratch(sys.argv[1]) as folder:
-    open(folder + "/part", "w").close()
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_what_a_killed_hunt_left_is_removed_by_the_next(how: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LEAVES, str(tmp_path)]
-    with ReadyPython(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        left = Path(process.stdout.readline().strip())
-        assert sweep(str(tmp_path)) == [] and (left / "part").exists()  # its process lives
-        process.send_signal(how)
-        process.wait(20)
-    assert (left / "part").exists()
-    with scratch(str(tmp_path)) as folder:
-        assert [str(each) for each in tmp_path.iterdir()] == [folder]
-        assert sweep(str(tmp_path)) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.sweep(1)
