@@ -190,5 +190,3 @@ def test_rings_take_the_time_of_simulated_collectives(topology: str, sync: str) 
 def test_a_checked_run_over_all_reduce_is_refused() -> None:
     with pytest.raises(sl.UsageError, match="over all-reduce there are none: leave check out"):
         two_layers(sl.Sim(check=True), "allreduce", "hardsync", 2)
-
-

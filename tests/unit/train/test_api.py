@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.engines.run import RunSpec
 from syncline.errors import NotYetError, UsageError
-from syncline.learn.training import Training
+from syncline.learn.train_and_evaluate import Training
 from syncline.sim.engine import Sim
 from tests.unit.train.still_engine import DATA, StillEngine, good, squares
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.engines.local.packing import Parcel, pack, unpack
+from syncline.engines.local.shared_pickle import Parcel, pack, unpack
 from syncline.engines.ray.bulk_connection import Connection, Frame, Lost
 from syncline.engines.ray.frame_kinds import (
     AGENT,

@@ -11,8 +11,8 @@ import pytest
 
 from syncline import messages as m
 from syncline.engines.local.host_interface import Sites, Vitals
-from syncline.engines.local.packing import pack
 from syncline.engines.local.processes import Process
+from syncline.engines.local.shared_pickle import pack
 from syncline.engines.ray import remote_host
 from syncline.engines.ray.agent import TASK, Begin, Do, Ended, Ready, Said, Started
 from syncline.engines.ray.bulk_connection import Lost

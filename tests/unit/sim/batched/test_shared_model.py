@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
 from syncline.learn.loader import epoch_order
-from syncline.learn.training import Training, run_training
+from syncline.learn.train_and_evaluate import Training, run_training
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.batched.batched_gradients import BatchedGradients
 from syncline.sim.batched.lazy_gradients import EachAlone
