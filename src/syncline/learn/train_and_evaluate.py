@@ -98,8 +98,9 @@ class Schedule:
     def go_to(self, epoch: int) -> None:
         if self._scheduler is None or epoch == self._epoch:
             return
-        if epoch < len(self._marks):
-            state, rates = self._marks[epoch]
+        known = min(epoch, len(self._marks) - 1)
+        if known != self._epoch:
+            state, rates = self._marks[known]
             self._scheduler.load_state_dict(state)
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = copy.deepcopy(rate)
