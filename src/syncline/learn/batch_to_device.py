@@ -99,11 +99,10 @@ def _with(batch: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
         return type(batch)(parts)  # type: ignore[call-arg]
     clone = copy.copy(batch)
-    if isinstance(batch, (MutableMapping, list, UserList, deque)):
-        for key, value in parts.items():
+    for key, value in parts.items():
+        if isinstance(batch, (MutableMapping, list, UserList, deque)):
             clone[key] = value
-    else:
-        for key, value in parts.items():
+        else:
             object.__setattr__(clone, key, value)  # frozen ones too
     return clone
 

@@ -225,15 +225,15 @@ class Loader(LoaderBase):
     def __iter__(self) -> Iterator[Any]:
         self._enter()
         self._session.restore_random()
-        source = self._read_ahead() if self.ahead else self._read_now()
         try:
-            for portion, batch in source:
-                self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
-                yield batch
+            yield from self._batches()
         finally:
-            source.close()
             self._leave()
             self._iterating = False
+
+    def _batches(self) -> Iterator[Any]:
+        """An epoch's; each is in the next gradient from the moment in which it is handed out."""
+        return self._read_ahead() if self.ahead else self._read_now()
 
     def look_ahead(self) -> None:
         """A gradient of its batches is about to be published."""
@@ -255,14 +255,17 @@ class Loader(LoaderBase):
         """The next portion of this epoch; None: not there (or the run ends)."""
         return self._session.insist(lambda: self._drive(self._portion.next(self._wanted(), block=block)))
 
-    def _read_now(self) -> Generator[tuple[Portion, Any]]:
-        while not self._session.ending:
+    def _read_now(self) -> Iterator[Any]:
+        session = self._session
+        while not session.ending:
             portion = self._next(block=True)
             if portion is None or portion.end:
                 return
-            yield portion, to_device(self._batch(portion), self._session.device)
+            batch = to_device(self._batch(portion), session.device)
+            session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
+            yield batch
 
-    def _read_ahead(self) -> Generator[tuple[Portion, Any]]:
+    def _read_ahead(self) -> Iterator[Any]:
         """A thread reads and collates; this one asks for portions and hands batches out."""
         reading = ReadingAhead(
             lambda wanted: self._batch(wanted[1]), self._copies, threaded=self._session.reader
@@ -288,7 +291,8 @@ class Loader(LoaderBase):
                 if begun == self.generation:
                     if error is not None:
                         raise error
-                    yield portion, batch
+                    self._session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
+                    yield batch
         finally:
             reading.close()
 
@@ -325,32 +329,25 @@ class StreamLoader(Loader):
     def __len__(self) -> int:
         raise TypeError("nobody knows how many batches an iterable data set has")
 
-    def __iter__(self) -> Iterator[Any]:
-        self._enter()
-        self._session.restore_random()
+    def _batches(self) -> Iterator[Any]:
         gather = self.collate or default_collate
         session, begun = self._session, -1
-        try:
-            while begun != self.generation:  # again, where the servers are new ones
-                portion: Portion | None = self._next(block=True)  # the epoch, in lockstep for all at once
-                if portion is None or (portion.end and portion.epoch != NEVER):
-                    return  # it is over already, or the run ends
-                if portion.end:
-                    raise UsageError(
-                        f"loader {self.number}: no learner that is left finds an example in its share of the iterable data set"
-                    )
-                begun, self._told = self.generation, False
-                self._items = Share(self.data, session.rank, session.learners)
-                while begun == self.generation and (items := list(islice(self._items, self.batch_size))):
-                    if session.ending:
-                        return
-                    self._given += 1
-                    session.consumed(self.number, self._given, len(items))
-                    yield to_device(gather(items), session.device)
-        finally:
-            self._leave()
-            self._items = None
-            self._iterating = False
+        while begun != self.generation:  # again, where the servers are new ones
+            portion: Portion | None = self._next(block=True)  # the epoch, in lockstep for all at once
+            if portion is None or (portion.end and portion.epoch != NEVER):
+                return  # it is over already, or the run ends
+            if portion.end:
+                raise UsageError(
+                    f"loader {self.number}: no learner that is left finds an example in its share of the iterable data set"
+                )
+            begun, self._told = self.generation, False
+            self._items = Share(self.data, session.rank, session.learners)
+            while begun == self.generation and (items := list(islice(self._items, self.batch_size))):
+                if session.ending:
+                    return
+                self._given += 1
+                session.consumed(self.number, self._given, len(items))
+                yield to_device(gather(items), session.device)
 
     def look_ahead(self) -> None:
         """Here, and not before: until now the loop has drawn from the random generators, from here on the stream does."""
@@ -371,8 +368,8 @@ class StreamLoader(Loader):
 
     def _leave(self) -> None:
         self._session.push()
-        generation, over = self.generation, self._items is not None and self._items.over
-        if self._items is not None and (over or not self._session.ending):
+        items, self._items, generation = self._items, None, self.generation
+        if items is not None and (items.over or not self._session.ending):
             self._session.insist(self._tell_end)
             if generation != self.generation:
                 return

@@ -74,26 +74,22 @@ class SeatOptimizer(SharedOptimizer):
         self.untouched.look()
         if self._session.ending:
             raise RunStopped
-        self._session.committed = True  # slices and the rest make this step together, or neither
-        try:
-            return self._step_both(again, loss)
-        finally:
-            self._session.committed = False
-
-    def _step_both(self, again: Callable[[], Any] | None, loss: Any) -> Any:
         own = [parameter for index, parameter in enumerate(self.parameters) if index in self._own]
         rest = [parameter for index, parameter in enumerate(self.parameters) if index not in self._own]
-        with without_gradients(rest):
-            self._step_own()
-        self.untouched.note(self.stepper.steps)
-        with without_gradients(own):
-            try:
+        self._session.committed = True  # slices and the rest make this step together, or neither
+        try:
+            with without_gradients(rest):
+                self._step_own()
+            self.untouched.note(self.stepper.steps)
+            with without_gradients(own):
                 if self.stepper.keep:
                     self.hand_over()
                 return super()._stepped(again)
-            except Reset:  # while it was handed over: this step is lost with the servers
-                self._session.rejoin()
-                return loss
+        except Reset:  # while it was handed over: this step is lost with the servers
+            self._session.rejoin()
+            return loss
+        finally:
+            self._session.committed = False
 
     def hand_over(self) -> None:
         """The table's next version has this seat's slices too, and the optimizer's state of them."""

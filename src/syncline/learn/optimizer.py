@@ -83,9 +83,8 @@ class SharedOptimizer(TableOptimizer, Replica):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Publish the gradient, wait as the dial says, read one version."""
-        if torch.autograd._profiler_enabled() or hooked(
-            self
-        ):  # torch's wrapper costs a tenth of a small step
+        # torch's wrapper costs a tenth of a small step
+        if torch.autograd._profiler_enabled() or hooked(self):
             return _hooked_step(self, closure)
         self._session.watch.steps += 1
         return self._stepped(closure)
@@ -302,9 +301,8 @@ class SharedOptimizer(TableOptimizer, Replica):
         """The optimizer's state as plain PyTorch gives it, of the newest version; with what the loop has changed since the last
         gradient."""
         whole: dict[str, Any] = self._session.insist(self._whole_state)
-        for group, said, sent in zip(
-            whole.get("param_groups", ()), self._said(), self._options, strict=False
-        ):
+        groups = zip(whole.get("param_groups", ()), self._said(), self._options, strict=False)
+        for group, said, sent in groups:
             group.update((key, said[key]) for key in said if said[key] != sent.get(key, _UNSAID))
         return whole
 

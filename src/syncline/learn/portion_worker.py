@@ -70,7 +70,7 @@ class PortionWorker:
         for parameter, view in zip(self._parameters, self._flat.views(self._point), strict=True):
             parameter.data = view
         self._gradient = self._flat.new(device) if device.type != "cpu" else None
-        self._drawn: tuple[int | None, Tensor | None] = (None, None)
+        self._drawn: dict[int, Tensor] = {}  # the last sample, by its iteration
         wanted = ahead and not isinstance(plan.data, TensorDataset)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="syncline-reader") if wanted else None
         self._coming: tuple[tuple[Batch, int], Future[tuple[int, Any]]] | None = None
@@ -111,11 +111,11 @@ class PortionWorker:
         low, high = portion * size, min((portion + 1) * size, batch.examples)
         if batch.drawn is None:
             return high - low, self._read(torch.arange(low, high))
-        drawn, order = self._drawn
-        if drawn != batch.drawn or order is None:
+        order = self._drawn.get(batch.drawn)
+        if order is None:
             chosen = epoch_order(plan.samples.size, seed=plan.seed, epoch=batch.drawn)[: batch.examples]
             order = chosen.sort().values
-            self._drawn = batch.drawn, order
+            self._drawn = {batch.drawn: order}
         return high - low, self._read(order[low:high])
 
     def end(self, total: Sequence[Tensor]) -> None:

@@ -115,9 +115,8 @@ class ServerSession(Session):
         def opened() -> SharedOptimizer:
             answer = self._request(m.Open(number, layout))
             if isinstance(answer, m.Initialise):
-                answer = self._initialise(
-                    answer, m.Initialised(number, self._template(inner, layout)), tensors
-                )
+                note = m.Initialised(number, self._template(inner, layout))
+                answer = self._initialise(answer, note, tensors)
             end, personal = self.port.open(answer), answer.personal
             copy_all(tensors.buffers, end.buffers)
             copy_all(tensors.others, end.others)
@@ -143,10 +142,8 @@ class ServerSession(Session):
         return self._ask(note)
 
     def _lay_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[Layout, Tensors]:
-        groups, shards = (
-            [group["params"] for group in inner.param_groups],
-            shards_for(inner, self.plan.servers),
-        )
+        groups = [group["params"] for group in inner.param_groups]
+        shards = shards_for(inner, self.plan.servers)
         return lay_out(model, groups, cuttable=type(inner) in ELEMENTWISE, shards=shards)
 
     def _template(self, inner: torch.optim.Optimizer, layout: Layout) -> OptimizerTemplate:
@@ -208,9 +205,8 @@ class ServerSession(Session):
         self._in_step()
         held = brought(value)
 
-        def meet() -> (
-            Any
-        ):  # it rests until that is over: nobody need wait for its gradient, wherever in its loop it is
+        def meet() -> Any:
+            """It rests until that is over: nobody need wait for its gradient, wherever in its loop it is."""
             self.deliver()
             self.rest(NO_LOADER, 0)
             self.port.post(say.Meet())

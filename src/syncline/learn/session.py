@@ -44,9 +44,8 @@ class Session(ABC):
         self._tables: list[Any] = []
         self.loaders: list[Any] = []
         self._same: dict[tuple[Any, ...], Any] = {}  # loaders
-        self._owned: dict[
-            int, str
-        ] = {}  # parameters in tables, by identity: the names that their first table gave them
+        # parameters in tables, by identity: the names that their first table gave them
+        self._owned: dict[int, str] = {}
         self.watch = Watch(self.rank, port.tell, self._owned)
 
     def seed(self) -> None:

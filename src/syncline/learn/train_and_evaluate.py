@@ -98,8 +98,9 @@ class Schedule:
     def go_to(self, epoch: int) -> None:
         if self._scheduler is None or epoch == self._epoch:
             return
-        if epoch < len(self._marks):
-            state, rates = self._marks[epoch]
+        known = min(epoch, len(self._marks) - 1)
+        if known != self._epoch:
+            state, rates = self._marks[known]
             self._scheduler.load_state_dict(state)
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = copy.deepcopy(rate)
@@ -150,15 +151,16 @@ class Evaluation:
     def _test(self, model: nn.Module) -> dict[str, float]:
         """Mean loss; how many are right too, where every output is scores of classes."""
         total, right, count, way = 0.0, 0.0, 0, self._way
-        scores = isinstance(way, Backprop) and isinstance(way.objective, Supervised)
+        objective = way.objective if isinstance(way, Backprop) else None
+        scores = isinstance(objective, Supervised)
         batches = DataLoader(
             self._data, batch_size=self._batch_size, collate_fn=partial(counted, self._collate)
         )
         with torch.no_grad():
             for examples, read in batches:
                 batch = to_device(read, self._device)
-                if isinstance(way, Backprop) and isinstance(way.objective, Supervised):
-                    value, output, targets = way.objective.parts(model, batch)
+                if isinstance(objective, Supervised):
+                    value, output, targets = objective.parts(model, batch)
                     found = _right(output, targets)
                     scores = scores and found is not None
                     right += found or 0.0
@@ -291,8 +293,7 @@ class GradientNorm:
     def __call__(self, state: dict[str, Tensor]) -> dict[str, float]:
         metrics = self._inner(state) if self._inner is not None else {}
         if self._made is None:  # in the process that evaluates
-            model = self._plan.model
-            self._made = (copied(model) if isinstance(model, nn.Module) else model()).to(self._device)
+            self._made = copied(made(self._plan.model)).to(self._device)
             self._plan.way.prepare(self._made, self._plan.batch_size)
         self._made.load_state_dict(state, strict=False)
         with torch.random.fork_rng(devices=[]):

@@ -127,8 +127,7 @@ class Untouched:
 
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], watch: Watch) -> None:
         self._parameters, self._names, self._watch = parameters, names, watch
-        normed = [i for i, p in enumerate(parameters) if p.dtype in _NORMED and p.numel()]
-        self._normed = normed
+        self._normed = [i for i, p in enumerate(parameters) if p.dtype in _NORMED and p.numel()]
         self._versions: list[int] = []
         self._norms: list[Tensor] | None = None
 
