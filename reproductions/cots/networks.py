@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UsageError
-from syncline.nn.stack import StackShape, build_stacks
+from syncline.nn.block_local import StackShape, build_stacks
 
 IMAGE = (3, 200)  # channels, height and width
 NETWORKS: dict[str, tuple[StackShape, ...]] = {

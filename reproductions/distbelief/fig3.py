@@ -16,7 +16,7 @@ from torch import nn
 from reproductions.splits import Split, draw, options_of, show, split, write
 from syncline import Cluster
 from syncline.cluster.record import Compute, Link
-from syncline.nn.stack import StackShape, build_stacks
+from syncline.nn.block_local import StackShape, build_stacks
 
 BATCH, FLOPS = 32, 100e9
 PAPER = "paper: speech, 42 M: 2.2x on 8 machines, then falling; images: 1.7 B more than 12x on 81"

@@ -29,7 +29,7 @@ from syncline.kernels.block_local import (
     update_,
     wide,
 )
-from syncline.nn.stack import BlockLocalDecoder2d, Stack
+from syncline.nn.block_local import BlockLocalDecoder2d, Stack
 
 
 class Objective(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.kernels.block_local import batch_last
 from syncline.nn.autoencoder import FusedStack
-from syncline.nn.stack import Stack
+from syncline.nn.block_local import Stack
 
 TENSORS, POSITION = "greedy.safetensors", "greedy.json"
 

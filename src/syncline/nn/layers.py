@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.nn.block_local import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
 from syncline.nn.energy import CRBM, RBM, Units
 from syncline.nn.file_arguments import (
     Count,
@@ -31,7 +32,6 @@ from syncline.nn.file_arguments import (
     choice,
 )
 from syncline.nn.registry import built_in
-from syncline.nn.stack import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
 
 Dims = tuple[int, ...]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.nn.stack import BlockLocal2d, BlockLocalDecoder2d, L2Pool2d, LocalContrastNorm2d
+from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d, L2Pool2d, LocalContrastNorm2d
 from syncline.parallel.functions import Aligned, Reshape, broadcast, drop, keeping
 from syncline.parallel.rules import (
     Call,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from syncline.errors import UsageError
-from syncline.nn.stack import BlockLocal2d
+from syncline.nn.block_local import BlockLocal2d
 from syncline.parallel.functions import Aligned, Reshape
 from syncline.parallel.module import arguments_of, is_layer
 from syncline.parallel.move import Group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from syncline.learn.allreduce_session import AllReduceSession
 from syncline.ports import CollectivePort, Computing, Reduction, Serving
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan, Seat
-from syncline.sim.fibers import Fiber, Killed, make_fiber
+from syncline.sim.fibers import Fiber, Killed, Thread
 from syncline.topologies import parse_topology
 
 Loop = Callable[[AllReduceSession], Any]
@@ -140,7 +139,8 @@ class Crowd:
                 if session is not None:
                     session.watch.close()
 
-        fibers = [make_fiber(lambda rank=rank: main(rank)) for rank in range(self.learners)]
+        # threads, of which one runs at a time: backward gives way inside torch, whose state is the thread's
+        fibers = [Thread(lambda rank=rank: main(rank)) for rank in range(self.learners)]
         for port, fiber in zip(self.ports, fibers, strict=True):
             port.fiber = fiber
         before = None
@@ -158,9 +158,3 @@ class Crowd:
 
     def _done(self, fibers: Sequence[Fiber]) -> tuple[int, int]:
         return sum(map(len, self._calls.values())), sum(fiber.done for fiber in fibers)
-
-    def with_plan(self, **changes: Any) -> Crowd:
-        """Another run of the same kind."""
-        other = Crowd(self.learners)
-        other.plan = replace(self.plan, **changes)
-        return other

@@ -1,4 +1,4 @@
-"""AlexNet and GoogLeNet: counts of the literature, shapes at every size, gradients everywhere, refusals."""
+"""AlexNet, GoogLeNet and Caffe's network of CIFAR-10: counts of the literature, shapes at every size, gradients everywhere, refusals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.models import MODELS, AlexNet, GoogLeNet, auxiliary_loss
-from syncline.models.image_networks import pooled, scaled
+from syncline.learn.session import make_optimizer
+from syncline.models import (
+    MODELS,
+    AlexNet,
+    Cifar10Full,
+    GoogLeNet,
+    auxiliary_loss,
+    cifar10_full_groups,
+    cifar10_full_sgd,
+)
+from syncline.models.image_networks import WithinChannelNorm, pooled, scaled
 
 SMALL_ALEX = {"classes": 10, "width": 0.125, "hidden": 64, "image": 32}
 SMALL_GOOGLE = {"classes": 10, "width": 0.125, "image": 32}
@@ -167,3 +176,97 @@ def test_sizes() -> None:
     assert pooled(1) < 1
     assert [scaled(count, 0.1) for count in (4, 16, 96)] == [1, 2, 10]
     assert scaled(96, 0.1, 2) == 10 and scaled(10, 0.1, 2) == 2
+
+
+# -- Caffe's, against direct formulas ------------------------------------------------------------------------
+
+
+def window_sum(x: Tensor, row: int, column: int) -> Tensor:
+    """Sum over the 3×3 window around a pixel, zeros outside."""
+    return x[..., max(0, row - 1) : row + 2, max(0, column - 1) : column + 2].sum((-2, -1))
+
+
+def test_within_channel_norm_against_its_formula() -> None:
+    torch.manual_seed(0)
+    x = 100 * torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    expected = torch.empty_like(x)
+    for row in range(5):
+        for column in range(4):
+            total = window_sum(x.square(), row, column)
+            expected[..., row, column] = x[..., row, column] / (1 + 5e-5 / 9 * total) ** 0.75
+    torch.testing.assert_close(WithinChannelNorm()(x), expected)
+    with pytest.raises(UsageError, match="must be odd, got 4"):
+        WithinChannelNorm(4)
+
+
+def caffe_pool(x: Tensor, *, highest: bool) -> Tensor:
+    """Windows of 3 at steps of 2, as many as ⌈(n − 3)/2⌉ + 1, cut at the border."""
+    size = x.shape[-1]
+    count = -(-(size - 3) // 2) + 1
+    out = x.new_empty(*x.shape[:-2], count, count)
+    for row in range(count):
+        for column in range(count):
+            window = x[..., 2 * row : 2 * row + 3, 2 * column : 2 * column + 3]
+            out[..., row, column] = window.amax((-2, -1)) if highest else window.mean((-2, -1))
+    return out
+
+
+@pytest.mark.parametrize("size, expected", [(32, 16), (16, 8), (8, 4)])
+def test_pooling_rounds_up_as_in_caffe(size: int, expected: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    model = Cifar10Full()
+    for layer, highest in ((model.highest, True), (model.average, False)):
+        out = layer(x)
+        assert out.shape[-2:] == (expected, expected)
+        torch.testing.assert_close(out, caffe_pool(x, highest=highest))
+
+
+def test_cifar10_full_counts_and_starts() -> None:
+    torch.manual_seed(0)
+    model = Cifar10Full()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 89_578
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    for name, deviation in (("conv1", 1e-4), ("conv2", 0.01), ("conv3", 0.01), ("ip1", 0.01)):
+        layer = model.get_submodule(name)
+        assert layer.weight.std().item() == pytest.approx(deviation, rel=0.1)
+        assert layer.bias.count_nonzero() == 0
+    assert Cifar10Full(classes=100)(torch.zeros(1, 3, 32, 32)).shape == (1, 100)
+
+
+def test_cifar10_full_is_the_network_of_the_paper() -> None:
+    """The whole forward pass, written out."""
+    torch.manual_seed(1)
+    model = Cifar10Full().double()
+    x = 60 * torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    norm = WithinChannelNorm()
+    h = norm(caffe_pool(model.conv1(x), highest=True).clamp(min=0))
+    h = norm(caffe_pool(model.conv2(h).clamp(min=0), highest=False))
+    h = caffe_pool(model.conv3(h).clamp(min=0), highest=False)
+    torch.testing.assert_close(model(x), model.ip1(h.flatten(1)))
+
+
+def test_groups_have_caffes_multipliers() -> None:
+    model = Cifar10Full()
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = cifar10_full_groups(model, lr=0.001)
+    found = {
+        names[id(value)]: (group["lr"], pytest.approx(group["weight_decay"]))
+        for group in groups
+        for value in group["params"]
+    }
+    convolutions = [f"conv{number}" for number in (1, 2, 3)]
+    assert found == {
+        **{f"{name}.weight": (0.001, 0.004) for name in convolutions},
+        **{f"{name}.bias": (0.002, 0.004) for name in convolutions},
+        "ip1.weight": (0.001, 1.0),
+        "ip1.bias": (0.002, 0.0),
+    }
+    with pytest.raises(UsageError, match="needs a model with a layer ip1, Linear has none"):
+        cifar10_full_groups(nn.Linear(1, 1))
+
+
+def test_the_optimizer_gets_the_model() -> None:
+    made = make_optimizer(Cifar10Full(), partial(cifar10_full_sgd, lr=0.01))
+    assert [group["lr"] for group in made.param_groups] == [0.01, 0.02, 0.01, 0.02]
+    assert all(group["momentum"] == 0.9 for group in made.param_groups)

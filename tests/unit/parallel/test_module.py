@@ -17,7 +17,7 @@ from syncline.parallel import Box, layer, partition
 from syncline.parallel.move import Group
 from syncline.parallel.rules import RULES
 from tests.unit.parallel.seats import Seats
-from tests.unit.parallel.test_layers import check_same, numbers
+from tests.unit.parallel.test_layer_slicing import check_same, numbers
 
 seats = Seats()
 

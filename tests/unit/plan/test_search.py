@@ -10,31 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.cluster.record import Cluster, Compute, Link
 from syncline.errors import UsageError
 from syncline.models import AlexNet
-from syncline.parallel import Group, partition
-from syncline.parallel.module import is_layer
-from syncline.parallel.trace import skeleton, trace
-from syncline.plan import Plan, best_group, data_parallel, graph, grouped, measure, model_parallel, plan
-from syncline.plan.graph import LayerGraph
-
-ETHERNET = Cluster.named("ethernet-1g")
-BATCH = torch.empty(256, 3, 224, 224, device="meta")
+from syncline.parallel import partition
+from syncline.plan import Plan, plan
+from tests.unit.plan.planned_networks import BATCH, ETHERNET, Ways, mlp
 
 
 @pytest.fixture(scope="module")
 def alexnet() -> AlexNet:
     with torch.device("meta"):
         return AlexNet(dropout=0.0)
-
-
-def mlp(*sizes: int) -> nn.Sequential:
-    pairs = itertools.pairwise(sizes)
-    return nn.Sequential(*(layer for a, b in pairs for layer in (nn.Linear(a, b), nn.ReLU())))
 
 
 # -- SINGA (S3, S4) --------------------------------------------------------------------------------------------
@@ -56,30 +45,6 @@ def test_alexnets_convolutions_are_data_parallel_and_its_dense_layers_model_para
     ]  # fmt: skip
 
 
-def test_floats_are_counted_as_singa_counts_them(alexnet: AlexNet) -> None:
-    """2·P·M data-parallel, 2·P or nothing model-parallel, 2·D·M·b for each pair not both data-parallel; times groups."""
-    group, workers, batch = 4, 16, 256
-    share = batch * group // workers
-    found = {row.layer: row for row in plan(alexnet, BATCH, group=group, workers=workers).rows}
-    assert found["conv2"].bytes == 4 * (2 * 307_456 * group) * (workers // group)
-    assert found["fc6"].bytes == 4 * (2 * 37_752_832 + 2 * 256 * 6 * 6 * group * share) * (workers // group)
-    alone = {row.layer: row for row in plan(alexnet, BATCH, group=4).rows}
-    assert alone["fc7"].bytes == 4 * 2 * 4096 * 4 * 256  # its own parameters are updated where they are
-    through = {row.layer: row for row in plan(alexnet, BATCH, group=4, local_update=False).rows}
-    assert through["fc7"].bytes - alone["fc7"].bytes == 4 * 2 * 16_781_312
-
-
-def test_the_best_size_of_simple_groups_is_a_square_root() -> None:
-    P, N, D, B = 62e6, 64, 1.2e6, 256
-    M = best_group(P, N, D, B)
-    assert pytest.approx((P * N / (D * B)) ** 0.5) == M
-    assert grouped(P, N, D, B, M) == pytest.approx(4 * (P * N * D * B) ** 0.5)
-    assert all(grouped(P, N, D, B, M) <= grouped(P, N, D, B, other) for other in (1, 2, 4, 8, 16, 32, 64))
-    assert grouped(P, N, D, B, N) == 2 * P + model_parallel(D, N, B)
-    assert data_parallel(P, N) == grouped(P, N, 0.0, B, 1)
-    assert best_group(1e3, 4, 1e6, 256) == 1.0 and best_group(1e12, 4, 1.0, 1) == 4.0
-
-
 def test_without_a_group_the_best_size_that_divides_the_workers_is_taken(alexnet: AlexNet) -> None:
     found = plan(alexnet, BATCH, workers=16)
     totals = {size: plan(alexnet, BATCH, group=size, workers=16).bytes for size in (1, 2, 4, 8, 16)}
@@ -87,21 +52,6 @@ def test_without_a_group_the_best_size_that_divides_the_workers_is_taken(alexnet
 
 
 # -- the optimum of whole plans ----------------------------------------------------------------------------------
-
-
-class Ways(nn.Module):
-    """Ways that part and meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 5, padding=2)
-        self.out = nn.Linear(8 * 64, 300)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.first(x))
-        x = self.one(x) + F.relu(self.two(x)) + x
-        return self.out(x.flatten(1))
 
 
 @pytest.mark.parametrize("costs", ["singa", "measured"])
@@ -133,82 +83,6 @@ def test_memory_limits_what_a_process_holds_and_says_when_nothing_fits() -> None
         UsageError, match=r"a process needs at least [\d,]+ bytes with 2 in the group, the limit is 1,000"
     ):
         plan(model, x, slow, 2, memory=1000)
-
-
-def test_bytes_are_those_that_the_partitioned_model_moves() -> None:
-    model, x = Ways(), torch.empty(8, 3, 8, 8)
-    given = {
-        "first": "spatial",
-        "one": "model",
-        "two": "spatial",
-        "add": "spatial",
-        "add_1": "spatial",
-        "out": "model",
-    }
-    graph = LayerGraph(model, x, 4)
-    graph.find_ways(("data", "model", "spatial"))
-    names = [unit.name for unit in graph.units]
-    moved = 0
-    for link in graph.links:
-        if link.target[0] >= 0:
-            a, b = names[link.source[0]], names[link.target[0]]
-            moved += sum(route.moved for route, _ in graph.routes(link, given[a], given[b]))
-    group = Group()
-    group.size = 4
-    mine = partition(model, given, x, group)
-    (program,) = mine._programs.values()
-    assert program.moved <= moved  # a value that two layers read moves once
-    assert program.moved >= 0.8 * moved
-
-
-def test_slow_links_and_large_layers_change_the_choice() -> None:
-    model, x = mlp(64, 2048, 2048), torch.empty(32, 64)
-    fast = Cluster(compute=Compute(base=1.0), card=Link(latency=1e-6, bandwidth=1e12))
-    slow = Cluster(compute=Compute(base=1.0), card=Link(latency=1e-6, bandwidth=1e6))
-    assert plan(model, x, slow, 4).choices["2"] == "model"
-    assert plan(model, x, fast, 4).seconds < plan(model, x, slow, 4).seconds
-    given_seconds = plan(model, x, fast, 4, compute={"0": 8.0, "2": 4.0})
-    assert [round(row.seconds, 2) for row in given_seconds.rows] == [2.0, 1.0]
-
-
-def test_what_goes_to_servers_on_other_machines_takes_time_in_groups_of_one_too() -> None:
-    model, x = mlp(64, 2048, 2048), torch.empty(32, 64)
-    slow = Cluster(compute=Compute(base=0.0), card=Link(bandwidth=1e6), memory=Link(bandwidth=1e6))
-    count = sum(p.numel() for p in model.parameters())
-    assert plan(model, x, slow, 1, workers=4).seconds == pytest.approx(2 * 4 * count / 1e6)
-    assert plan(model, x, slow, 1).seconds == 0.0
-
-
-def test_layers_are_measured_by_running_them() -> None:
-    model = mlp(30, 400, 20)
-    found = measure(model, torch.zeros(64, 30))
-    assert set(found) == {"0", "2"} and all(seconds > 0 for seconds in found.values())
-    assert all(p.grad is None for p in model.parameters())
-    assert plan(model, torch.zeros(64, 30), ETHERNET, 2, compute=found).seconds > 0
-
-
-def test_moves_of_layers_that_are_alike_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    route = graph.route
-    monkeypatch.setattr(graph, "route", lambda *args, **how: found.append(args) or route(*args, **how))
-    for layers in (10, 40):
-        found.clear()
-        deep = plan(mlp(*[64] * layers), torch.empty(8, 64), ETHERNET, 4)
-        assert len(deep.rows) == layers - 1 and len(found) <= 6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_traced_results_are_like_torchs_own(dtype: torch.dtype) -> None:
-    kinds = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
-    model = nn.Sequential(nn.Linear(6, 8), *(kind() for kind in kinds), nn.Linear(8, 3, bias=False)).to(dtype)
-    x = torch.empty(4, 5, 6, dtype=dtype, device="meta")
-    traced = trace(skeleton(model), (x,), {}, leaf=is_layer)
-    values = [node.meta["value"] for node in traced.graph.nodes if node.op == "call_module"]
-    for layer, value in zip(skeleton(model), values, strict=True):
-        x = layer(x)
-        assert (value.shape, value.dtype, value.stride()) == (x.shape, x.dtype, x.stride())
-    with pytest.raises(UsageError, match="cannot be traced"):
-        trace(skeleton(model), (torch.empty(4, 7, dtype=dtype),), {}, leaf=is_layer)
 
 
 def test_planning_leaves_the_garbage_collector_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""Autoencoders, recurrent networks, DistBelief's networks: shapes, counts, what makes them what they are, refusals."""
+"""Perceptrons, autoencoders, recurrent networks, DistBelief's networks: shapes, counts, what makes them what they are, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from syncline.errors import UsageError
-from syncline.models import Autoencoder, Recurrent, locally_connected, reconstruction, speech
+from syncline.models import MODELS, Autoencoder, Recurrent, locally_connected, mlp, reconstruction, speech
 
 
 def count(model: nn.Module) -> int:
@@ -90,3 +90,37 @@ def test_reconstruction_is_an_objective_of_any_model() -> None:
 def test_refusals(make: object, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()  # type: ignore[operator]
+
+
+def test_mlp() -> None:
+    model = mlp([64, 32, 16, 10], activation="tanh")
+    assert [type(layer).__name__ for layer in model] == [
+        "Flatten",
+        "Linear",
+        "Tanh",
+        "Linear",
+        "Tanh",
+        "Linear",
+    ]
+    assert model(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
+    assert mlp([3, 2], bias=False)[1].bias is None
+    images = ["mlp", "cifar10_full", "alexnet", "googlenet", "speech", "locally_connected", "recurrent"]
+    assert list(MODELS) == [*images, "autoencoder", "rbm", "dbn", "dbm", "crbm"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"sizes": [3]}, r"at least two sizes"),
+        ({"sizes": "64-10"}, r"at least two sizes"),
+        ({"sizes": [3, 0]}, r"whole numbers of at least 1, got 0 in \[3, 0\]"),
+        ({"sizes": [3, 2.0]}, r"got 2.0"),
+        ({"sizes": [3, True]}, r"got True"),
+        ({"sizes": [3, 2], "activation": "rellu"}, r"got 'rellu', did you mean 'relu'"),
+        ({"sizes": [3, 2], "activation": ["relu"]}, r"activation must be one of"),
+        ({"sizes": [3, 2], "bias": 1}, r"bias must be true or false"),
+    ],
+)
+def test_mlp_refuses(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        mlp(**arguments)
