@@ -24,8 +24,16 @@ from syncline.learn.portion_worker import BatchPlan, trained
 from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
-from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState, table_file
-from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, Written, layout_json, layout_of
+from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState
+from syncline.table.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    Folder,
+    Written,
+    layout_json,
+    layout_of,
+    table_file,
+)
 
 MEMINFO = Path("/proc/meminfo")
 

@@ -75,13 +75,13 @@ class Supervision:
     # -- events ------------------------------------------------------------------------------------------
 
     def returned(self, learner: int) -> None:
-        self._carry_out(self.lifecycle.returned(learner, unaware=self._coordinator.stale(learner)))
+        self._carry_out(self.lifecycle.returned(learner, unaware=learner in self._coordinator.stale))
 
     def raised(self, learner: int, error: BaseException) -> None:
-        self._carry_out(self.lifecycle.raised(learner, error, unaware=self._coordinator.stale(learner)))
+        self._carry_out(self.lifecycle.raised(learner, error, unaware=learner in self._coordinator.stale))
 
     def lost(self, learner: int, why: str, *, stepped: bool, **details: Any) -> None:
-        unaware = self._coordinator.stale(learner)
+        unaware = learner in self._coordinator.stale
         how: dict[str, Any] = {"stepped": stepped, "unaware": unaware, "details": details}
         self._carry_out(self.lifecycle.lost(learner, why, now=self._now(), **how))
 

@@ -27,10 +27,10 @@ from syncline.ports import CollectivePort, Progress
 from syncline.protocols.allreduce import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
 from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, PeerEpoch, PeerTable, own_losses
-from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors, table_file
+from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors
 from syncline.roles.run_plan import Seat
 from syncline.roles.waiting_learners import brought, like, mean_of
-from syncline.table.checkpoints import CheckpointError
+from syncline.table.checkpoints import CheckpointError, table_file
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import ELEMENTWISE

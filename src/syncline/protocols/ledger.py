@@ -264,16 +264,6 @@ class Ledger:
             taken += member.reserved
         return self._stock.standing(taken)
 
-    def idle(self, learner: int) -> bool:
-        """Lockstep quorums need not wait for it: it has nothing to compute until others go on."""
-        member = self._learners.get(learner)
-        if not self._lockstep or member is None:
-            return self._lockstep
-        # An end may be given ahead: until its last batches are taken it still computes. At the barrier it does
-        # not: what is left open there was consumed, and belongs to a later gradient.
-        without = member.ended or member.id in self._held
-        return without and (not member.open or member.queued > 0)
-
     # -- handing out -----------------------------------------------------------------------------------------
 
     def _serve(self, member: _Learner) -> None:
@@ -315,8 +305,7 @@ class Ledger:
         if member.blocked:
             member.blocked = False
             self._stopped.pop(member.id, None)
-        if self._hopeful is not None:
-            self._hopeful[member.id] = member
+        self._look_at(member)
         member.index += 1
         return member.index - 1
 

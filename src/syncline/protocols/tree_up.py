@@ -112,10 +112,6 @@ class Node:
             self._renumber({child: self._next.get(child, 0) for child, queue in self._held.items() if queue})
         return self._send()
 
-    def flush(self) -> list[Passed]:
-        """Send what there is, complete or not (the end of a run)."""
-        return self._send(complete=False)
-
     # -- what children send ----------------------------------------------------------------------------------
 
     def publish(self, sum_: Sum) -> list[Passed]:
@@ -202,12 +198,12 @@ class Node:
 
     # -- the way up ------------------------------------------------------------------------------------------
 
-    def _send(self, *, complete: bool = True) -> list[Passed]:
+    def _send(self) -> list[Passed]:
         if self._under_way is not None or not any(self._held.values()):
             return []
         parts: list[Sum] = []
         seen: set[Key] = set()
-        for part in self._round(complete) if self._lockstep else self.held:
+        for part in self._round() if self._lockstep else self.held:
             if not seen & part.keys:  # who lost its leaf may have come a second time, by another
                 parts.append(part)
                 seen |= part.keys
@@ -223,13 +219,13 @@ class Node:
         self._under_way = (sum_, parts)
         return [Up(sum_)]
 
-    def _round(self, complete: bool) -> list[Sum]:
+    def _round(self) -> list[Sum]:
         """The oldest iteration, if all that are waited for are there."""
-        if complete and self._active is None:
+        if self._active is None:
             return []
         heads = [queue[0] for queue in self._held.values() if queue]
         iteration = min(part.iteration for part in heads)
-        for each in self._active or () if complete else ():
+        for each in self._active:
             if not self._held.get(each) and self._sent.get(each, 0) <= iteration:
                 return []  # whoever has a later one here has none of this iteration
         return [part for part in heads if part.iteration == iteration]

@@ -25,11 +25,11 @@ class Barrier:
         self,
         port: ServerPort,
         ranks: Mapping[int, int],
-        feeding: DataDispatcher,
+        dispatcher: DataDispatcher,
         sequences: Mapping[int, Sequence],
         decided: Callable[[int, list[Decision]], None],
     ) -> None:
-        self._port, self._ranks, self._feeding = port, ranks, feeding
+        self._port, self._ranks, self._dispatcher = port, ranks, dispatcher
         self._sequences, self._decided = sequences, decided
         self.meetings = Meetings()
         # who waits for others to open something too, as last heard, and how often that was
@@ -115,9 +115,9 @@ class Barrier:
         meetings, opening = self.meetings, self.openings
         crossing = self._crossing()
         if not meetings.here and not opening and not crossing:
-            self._feeding.untangle()
+            self._dispatcher.untangle()
             return
-        elsewhere = self._feeding.waiting()
+        elsewhere = self._dispatcher.waiting()
         if opening or crossing:
             stepping = {
                 learner: MeetingPlace(STEP, table)
@@ -135,7 +135,7 @@ class Barrier:
         decisions = meetings.stand_still(elsewhere, drifting=drifting)
         self._decided(OUTSIDE, decisions)
         if not decisions and (sure or not (meetings.here or opening)):
-            self._feeding.untangle(elsewhere if sure else ())
+            self._dispatcher.untangle(elsewhere if sure else ())
 
     def standstill(self, event: m.Standstill) -> None:
         """The coordinator says the same; unless somebody has gone on meanwhile, it is so."""

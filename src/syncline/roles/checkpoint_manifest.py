@@ -29,7 +29,6 @@ from syncline.table.checkpoints import (
     layout_of,
     read_content,
 )
-from syncline.table.checkpoints import table_file as table_file
 from syncline.table.layout import Layout
 
 FLIGHTS = "flights.safetensors"

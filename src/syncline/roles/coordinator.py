@@ -45,7 +45,7 @@ class Coordinator:
         # states of optimizers under way, by table, number, learner: what shards have said, and how many are to say it
         self._answers: dict[tuple[int, int, int], dict[int, m.StatePart | m.Loaded]] = {}
         self._awaited: dict[tuple[int, int, int], int] = {}
-        self._stale: set[int] = set()  # learners that know only servers that are gone
+        self.stale: set[int] = set()  # learners that have not noticed that the servers are new ones
         self._closed: set[int] = set()  # learners whose function has come to its end by itself
         self._open_cut: m.Cut | None = None
         self._saved: dict[str, m.Saved] = {}  # files of it, which may come before the leading shard's word
@@ -64,10 +64,6 @@ class Coordinator:
     def cutting(self) -> bool:
         """A checkpoint is being written."""
         return self._open_cut is not None or bool(self._saved)
-
-    def stale(self, learner: int) -> bool:
-        """It has not noticed that the servers are new ones."""
-        return learner in self._stale
 
     def meeting(self) -> set[int]:
         """Learners that wait for others outside the sequence."""
@@ -102,7 +98,7 @@ class Coordinator:
                 self._plan.saving.cuts,
                 self._restored.counts,
                 tuple(self._openings.initial),
-                bool(self._stale),
+                bool(self.stale),
                 self._plan.saving.clocks,
             )
         )
@@ -160,7 +156,7 @@ class Coordinator:
             self._port.reply(learner, self._dials[message.number][0])
             return
         self._room.asked[learner] = message
-        if learner in self._stale and not isinstance(message, m.Rejoin):
+        if learner in self.stale and not isinstance(message, m.Rejoin):
             self._room.reply(learner, m.Stale())
             return
         handlers: dict[type, Callable[[int, Any], None]] = {
@@ -185,7 +181,7 @@ class Coordinator:
         if rank is None:
             return
         self._room.leave(learner)
-        self._stale.discard(learner)
+        self.stale.discard(learner)
         self._port.tell_shards(m.Leave(learner, rank, lost, learner in self._closed))
         self._openings.leave(learner)
         self._room.try_met()
@@ -204,7 +200,7 @@ class Coordinator:
             self._restored = restored
         self._epoch = self._restored.epoch
         self.live.update(learners)
-        self._stale = set(self.live) - set(learners)
+        self.stale = set(self.live) - set(learners)
         self._answers.clear()
         self._awaited.clear()
         self._room.reset()
@@ -217,16 +213,16 @@ class Coordinator:
         self._openings.make_again()
         self._port.announce(m.Renewed())
         for learner, message in list(self._room.asked.items()):
-            if learner in self._stale and not isinstance(message, m.Rejoin):
+            if learner in self.stale and not isinstance(message, m.Rejoin):
                 self._room.reply(learner, m.Stale())
         self._try_rejoin()
 
     def _try_rejoin(self) -> None:
         """All at once: the first fold and the first joint round are for all of them."""
         back = {each: asked for each, asked in self._room.asked.items() if isinstance(asked, m.Rejoin)}
-        if not self._stale or self._stale - back.keys():
+        if not self.stale or self.stale - back.keys():
             return
-        self._stale = set()
+        self.stale = set()
         ordered = self._room.by_rank(back)
         opened = self._openings.join_again({learner: back[learner] for learner in ordered})
         for learner in ordered:
@@ -312,7 +308,7 @@ class Coordinator:
         self._port.tell_shards(m.CutDone())
         if self._finish_later:
             self._finish_later = False
-            self._port.tell_shards(m.Finish(cut=not self._exact))
+            self.finish()
 
     def _manifest(self, cut: m.Cut) -> dict[str, Any]:
         tables, loaders = self._openings.tables, self._openings.loaders

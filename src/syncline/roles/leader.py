@@ -14,16 +14,17 @@ from syncline.messages import log
 from syncline.messages import to_leader as say
 from syncline.ports import Portion, ServerPort
 from syncline.protocols.checkpoint_schedule import CheckpointSchedule
-from syncline.protocols.epoch_positions import End, EpochDone, Grant, Standing
+from syncline.protocols.epoch_positions import End, EpochDone, Grant
 from syncline.protocols.folding import Ticket
 from syncline.protocols.meetings import Met, Uncross, Unmet
 from syncline.protocols.sequence import Change, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.roles.barrier import Barrier
-from syncline.roles.checkpoint_manifest import LEARNERS, table_file
+from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.roles.counters import Counters, LearnerStates, VectorClocks
 from syncline.roles.data_dispatcher import DataDispatcher
 from syncline.roles.tree_root import TreeRoot
+from syncline.table.checkpoints import table_file
 
 if TYPE_CHECKING:
     from syncline.roles.server import LogApplier
@@ -37,40 +38,39 @@ class Leader:
 
     def __init__(self, port: ServerPort, replay: LogApplier) -> None:
         self._port, self._replay = port, replay
-        self._sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}
         self._ranks: dict[int, int] = {}
         self._todo: deque[tuple[int, Any]] = deque()  # decisions, each of a table or loader
         self._later: deque[tuple[Any, ...]] = deque()  # functions, each with its arguments
         self._working = self._cut_due = False
-        self._feeding = DataDispatcher(port, self._ranks, self._decided)
-        self._gathering = Barrier(port, self._ranks, self._feeding, self._sequences, self._decided)
-        self._tally, self._belongings = Counters(), LearnerStates()
+        self.dispatcher = DataDispatcher(port, self._ranks, self._decided)
+        self._barrier = Barrier(port, self._ranks, self.dispatcher, self.sequences, self._decided)
+        self.counters, self._states = Counters(), LearnerStates()
         self._usage: dict[int, Usage] = defaultdict(list)
         self._open: dict[tuple[int, int, int], tuple[say.Gradient, Usage]] = {}  # by table, learner, number
         self._shards_of: dict[int, int] = {}
-        self._spread: set[int] = set()  # tables on several shards: the others need not wake for the rest
         self._buffered: set[int] = set()  # tables with buffers
-        self._cadence: CheckpointSchedule | None = None
-        self._stamps: VectorClocks | None = None  # where vector clocks are wanted
+        self._schedule: CheckpointSchedule | None = None
+        self._clocks: VectorClocks | None = None  # where vector clocks are wanted
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
         self._passed = 0  # epochs of the first loader, in order: dials begin when all before them are done
         self._late: dict[int, list[m.JoinTable]] = defaultdict(list)  # who waits for the warm start's end
         self._finished = self._disagree = False
-        self._trunk: TreeRoot | None = None  # over a tree
+        self._root: TreeRoot | None = None  # over a tree
         # told of every decision before it is carried out
         self.watch: Callable[[int, Any], None] | None = None
-        replay.buffers = self._belongings.joint
+        replay.buffers = self._states.joint
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             say.Gradient: self._gradient,
             say.Sum: self._sum,
-            say.AskBatch: self._feeding.ask,
+            say.AskBatch: self.dispatcher.ask,
             say.Used: lambda learner, used: self._usage[learner].append((used.loader, used.upto)),
-            say.CloseLoader: self._feeding.close,
-            say.StreamEnded: self._feeding.ended,
+            say.CloseLoader: self.dispatcher.close,
+            say.StreamEnded: self.dispatcher.ended,
             say.Blocked: self._blocked,
             say.Rest: self._rest,
             say.Reread: self._reread,
-            say.Meet: lambda learner, _: self._gathering.come(learner),
+            say.Meet: lambda learner, _: self._barrier.come(learner),
             say.Farewell: lambda learner, farewell: self._keep_states(learner, farewell.states),
             say.Fetch: self._fetch,
             say.Await: self._await,
@@ -87,10 +87,10 @@ class Leader:
             m.JoinLoader: self._join_loader,
             m.Leave: self.leave,
             m.NodesMoved: self._moved,
-            m.Opening: self._gathering.opening,
-            m.Standstill: self._gathering.standstill,
-            m.AskCut: lambda _: self._cadence.ask() if self._cadence is not None else None,
-            m.CutDone: lambda _: self._cadence.written() if self._cadence is not None else None,
+            m.Opening: self._barrier.opening,
+            m.Standstill: self._barrier.standstill,
+            m.AskCut: lambda _: self._schedule.ask() if self._schedule is not None else None,
+            m.CutDone: lambda _: self._schedule.written() if self._schedule is not None else None,
             m.AskStatistics: lambda event: port.tell(self.statistics(event.number)),
             m.Finish: self._finish,
         }
@@ -107,7 +107,7 @@ class Leader:
             EpochDone: self._epoch_done,
             Met: self._met,
             Unmet: self._met,
-            Uncross: lambda _, it: self._decided(it.table, self._sequences[it.table].go_on_without()),
+            Uncross: lambda _, it: self._decided(it.table, self.sequences[it.table].go_on_without()),
         }
 
     # -- the coordinator's events ------------------------------------------------------------------------
@@ -126,13 +126,13 @@ class Leader:
 
     def resume(self, event: m.Resume) -> None:
         """Where a run goes on; and how often checkpoints are cut."""
-        self._cadence = CheckpointSchedule(event.every) if event.cuts else None
-        self._stamps = VectorClocks(self._port.tell) if event.clocks else None
-        self._tally.resume(event.counts)
-        self._gathering.resume(event)
+        self._schedule = CheckpointSchedule(event.every) if event.cuts else None
+        self._clocks = VectorClocks(self._port.tell) if event.clocks else None
+        self.counters.resume(event.counts)
+        self._barrier.resume(event)
 
     def make_table(self, make: m.MakeTable) -> None:
-        self._sequences[make.table] = Sequence(
+        self.sequences[make.table] = Sequence(
             self._replay.dials[make.dial],
             initial=make.initial,
             batch_size=make.batch_size,
@@ -143,54 +143,52 @@ class Leader:
             account=make.account,
         )
         if make.tree:
-            self._trunk = self._trunk or TreeRoot(self._port, self._ranks, self._log)
-            self._trunk.add(make.table, self._sequences[make.table])
+            self._root = self._root or TreeRoot(self._port, self._ranks, self._log)
+            self._root.add(make.table, self.sequences[make.table])
         self._shards_of[make.table] = make.layout.shards
-        if make.layout.shards > 1:
-            self._spread.add(make.table)
         if make.layout.buffers.entries:
             self._buffered.add(make.table)
-        for learner in self._gathering.cold:
-            self._decided(make.table, self._sequences[make.table].excuse(learner))
+        for learner in self._barrier.cold:
+            self._decided(make.table, self.sequences[make.table].excuse(learner))
 
     def join_table(self, join: m.JoinTable) -> None:
         self._ranks[join.learner] = join.rank
-        if join.table and self._sequences[0].cold(join.learner):  # it reads this one after the first
+        if join.table and self.sequences[0].cold(join.learner):  # it reads this one after the first
             self._late[join.learner].append(join)
             return
         if join.buffers is not None:
-            self._belongings.buffers[join.table, join.learner] = join.buffers
-        sequence = self._sequences[join.table]
+            self._states.buffers[join.table, join.learner] = join.buffers
+        sequence = self.sequences[join.table]
         self._decided(join.table, sequence.join(join.learner, join.rank, 0))
         cold = sequence.cold(join.learner)
-        self._gathering.join(join.learner, cold=cold)
+        self._barrier.join(join.learner, cold=cold)
         if cold:  # it comes to the other tables later, too
-            for table, other in self._sequences.items():
+            for table, other in self.sequences.items():
                 self._decided(table, other.excuse(join.learner))
         self._start_sums()
 
     def _make_loader(self, make: m.MakeLoader) -> None:
-        self._feeding.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
+        self.dispatcher.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
         if make.opened.loader == 0:
-            self._passed = self._feeding.done(0)
+            self._passed = self.dispatcher.done(0)
 
     def _join_loader(self, join: m.JoinLoader) -> None:
         for learner, rank in join.learners.items():
             self._ranks[learner] = rank
-            cold = 0 in self._sequences and self._sequences[0].cold(learner)
-            self._feeding.join(join.loader, learner, later=cold)
+            cold = 0 in self.sequences and self.sequences[0].cold(learner)
+            self.dispatcher.join(join.loader, learner, later=cold)
 
     def leave(self, event: m.Leave) -> None:
         learner = event.learner
-        back, pending = self._feeding.going(learner)
+        back, pending = self.dispatcher.going(learner)
         if event.lost:
             self._port.tell(m.Left(learner, event.rank, back, pending))
-            self._belongings.lose(learner)
-        for table, sequence in self._sequences.items():
+            self._states.lose(learner)
+        for table, sequence in self.sequences.items():
             self._decided(table, sequence.leave(learner))
         self._late.pop(learner, None)
-        self._feeding.leave(learner, lost=event.lost)
-        self._gathering.leave(learner, closed=event.closed)
+        self.dispatcher.leave(learner, lost=event.lost)
+        self._barrier.leave(learner, closed=event.closed)
         self._start_sums()
         leaves = log.Leave(learner)
         self._port.append(leaves)
@@ -198,11 +196,11 @@ class Leader:
 
     def _finish(self, event: m.Finish) -> None:
         self._finished = True
-        for table, sequence in self._sequences.items():
+        for table, sequence in self.sequences.items():
             self._decided(table, sequence.finish())
-        for table, sequence in self._sequences.items():  # what was put without a later fold counts
+        for table, sequence in self.sequences.items():  # what was put without a later fold counts
             self._log(log.Finish(table, sequence.version))
-        if event.cut and self._cadence is not None and self._sequences and self._cadence.begin():
+        if event.cut and self._schedule is not None and self.sequences and self._schedule.begin():
             self._cut()
         self._port.tell(m.Finished(self.statistics(-1)))
 
@@ -211,30 +209,30 @@ class Leader:
     def note(self, learner: int, message: say.ToLeader) -> None:
         """`learner`: who says it; of a sum the node."""
         self._handlers[type(message)](learner, message)
-        if self._trunk is not None:
-            self._trunk.recount()
+        if self._root is not None:
+            self._root.recount()
 
     def _sum(self, node: int, sum_: say.Sum) -> None:
-        assert self._trunk is not None
-        tickets = self._trunk.arrive(node, sum_)
+        assert self._root is not None
+        tickets = self._root.arrive(node, sum_)
         if tickets is None:
             return
         if sum_.table in self._buffered:
             for (learner, _), buffers in zip(sum_.gradients, sum_.buffers, strict=True):
-                self._belongings.keep(sum_.table, learner, buffers)
+                self._states.keep(sum_.table, learner, buffers)
         self._published(sum_.table, sum_.gradients, tickets)
 
     def _moved(self, event: m.NodesMoved) -> None:
         """Nodes have others below them now."""
-        if self._trunk is not None:
-            self._trunk.lose(event.lost)
-            self._trunk.recount(anew=True)
+        if self._root is not None:
+            self._root.lose(event.lost)
+            self._root.recount(anew=True)
 
     def _start_sums(self) -> None:
-        if self._trunk is not None:
-            for node, sum_ in self._trunk.early():
+        if self._root is not None:
+            for node, sum_ in self._root.early():
                 self._sum(node, sum_)
-            self._trunk.recount()
+            self._root.recount()
 
     def _gradient(self, learner: int, gradient: say.Gradient) -> None:
         ticket = Ticket(
@@ -251,61 +249,61 @@ class Leader:
     def _published(
         self, table: int, gradients: Iterable[tuple[int, say.Gradient]], tickets: Iterable[Ticket]
     ) -> None:
-        sequence = self._sequences[table]
+        sequence = self.sequences[table]
         for learner, gradient in gradients:  # what each brings beside its values
             if gradient.loader >= 0:
                 self._usage[learner].append((gradient.loader, gradient.upto))
             self._open[table, learner, gradient.number] = (gradient, self._usage.pop(learner, NOTHING))
-            self._tally.steps[self._ranks[learner]] += 1
+            self.counters.steps[self._ranks[learner]] += 1
             if gradient.states:
                 self._keep_states(learner, gradient.states)
-            if self._gathering.meetings.here:
-                self._gathering.stepped(learner, lockstep=sequence.sync.lockstep)
+            if self._barrier.meetings.here:
+                self._barrier.stepped(learner, lockstep=sequence.sync.lockstep)
         self._decided(table, sequence.gradient(*tickets))
-        if (len(self._sequences) > 1 or self._gathering.openings) and self._gathering.tangled:
-            self._gathering.untangle()
+        if (len(self.sequences) > 1 or self._barrier.openings) and self._barrier.tangled:
+            self._barrier.untangle()
 
     def _blocked(self, learner: int, blocked: say.Blocked) -> None:
-        self._feeding.block(learner, blocked)
-        self._gathering.untangle()
+        self.dispatcher.block(learner, blocked)
+        self._barrier.untangle()
 
     def _rest(self, learner: int, rest: say.Rest) -> None:
         self._keep_states(learner, rest.states)
-        sequence = self._sequences[rest.table]
-        if self._feeding.rest(rest.loader, learner, rest.index):
+        sequence = self.sequences[rest.table]
+        if self.dispatcher.rest(rest.loader, learner, rest.index):
             self._decided(rest.table, sequence.rest(learner, rest.number))
         else:  # the portion was on its way already
             self._decided(rest.table, sequence.reread(learner, rest.number))
 
     def _reread(self, learner: int, reread: say.Reread) -> None:
         self._keep_states(learner, reread.states)
-        self._feeding.met([learner])
-        self._decided(reread.table, self._sequences[reread.table].reread(learner, reread.number))
+        self.dispatcher.met([learner])
+        self._decided(reread.table, self.sequences[reread.table].reread(learner, reread.number))
 
     def _fetch(self, learner: int, fetch: say.Fetch) -> None:
-        sequence = self._sequences[fetch.table]
+        sequence = self.sequences[fetch.table]
         if not fetch.deliver:
             has = fetch.has if fetch.has >= 0 else None
             self._decided(fetch.table, sequence.fetch(learner, fetch.number, has))
         elif learner in sequence.members.live:
-            keep = self._cadence is not None and self._cadence.armed
+            keep = self._schedule is not None and self._schedule.armed
             self._log(log.Release(fetch.table, learner, fetch.number, sequence.version, keep, True))
 
     def _await(self, learner: int, waits: say.Await) -> None:
-        self._sequences[waits.table].awaits(learner, waits.number)
-        self._gathering.untangle()
+        self.sequences[waits.table].awaits(learner, waits.number)
+        self._barrier.untangle()
 
     def _put(self, learner: int, put: say.Put) -> None:
-        version = self._sequences[put.table].version
+        version = self.sequences[put.table].version
         self._log(log.PutValues(put.table, learner, put.number, self._ranks[learner], version))
 
     def _load(self, learner: int, load: say.Load) -> None:
-        version = self._sequences[load.table].version
+        version = self.sequences[load.table].version
         self._log(log.LoadState(load.table, learner, load.number, version))
 
     def _keep_states(self, learner: int, states: bytes) -> None:
         if states:
-            self._belongings.random[self._ranks[learner]] = states
+            self._states.random[self._ranks[learner]] = states
 
     # -- decisions to effects ----------------------------------------------------------------------------
 
@@ -339,28 +337,28 @@ class Leader:
             self._working = False
 
     def _log(self, entry: log.OfTable) -> None:
-        if entry.table in self._spread:
+        if self._shards_of[entry.table] > 1:  # else the others need not wake
             self._port.append(entry)
         self._replay.replay(entry)
 
     def _release(self, table: int, release: Release) -> None:
-        if self._gathering.cold and table == 0 and self._gathering.warmed(release.learner):
+        if self._barrier.cold and table == 0 and self._barrier.warmed(release.learner):
             for join in self._late.pop(release.learner, ()):
                 self.join_table(join)
-            self._feeding.welcome_late(release.learner)
+            self.dispatcher.welcome_late(release.learner)
         if release.read:
-            keep = self._cadence is not None and self._cadence.armed
+            keep = self._schedule is not None and self._schedule.armed
             self._log(log.Release(table, release.learner, release.number, release.version, keep, False))
 
     def _take(self, table: int, take: Take) -> None:
         ticket = take.ticket
         learner, number = ticket.learner, ticket.number
         gradient, usage = self._open[table, learner, number]
-        if self._trunk is not None:
-            self._trunk.take(table, ticket)
+        if self._root is not None:
+            self._root.take(table, ticket)
         else:
             if table in self._buffered:  # before it is taken, which may free the draft
-                self._belongings.keep(table, learner, self._port.receive(table, learner, number).buffers)
+                self._states.keep(table, learner, self._port.receive(table, learner, number).buffers)
             following = self._todo[0][1] if self._todo else None
             alone = isinstance(following, Fold) and following.tickets == (ticket,)
             self._log(
@@ -378,23 +376,23 @@ class Leader:
                 )
             )
         if usage:
-            self._later.append((self._feeding.taken, learner, usage))
+            self._later.append((self.dispatcher.taken, learner, usage))
 
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
         first = fold.leader
-        if len(tickets) > 1 and self._replay.options_changed and self._trunk is None:
+        if len(tickets) > 1 and self._replay.options_changed and self._root is None:
             self._replay.options_changed = False
-            if self._sequences[table].sync.lockstep:
+            if self.sequences[table].sync.lockstep:
                 self._compare_options(table, tickets)
-        learner, number = self.named(table, first) if self._trunk else (first.learner, first.number)
+        learner, number = self.named(table, first) if self._root else (first.learner, first.number)
         self._log(log.Fold(table, learner, number, first.iteration, fold.version, fold.factor))
-        if self._stamps is not None and table == 0:
-            self._stamps.fold(fold.version, tickets)
+        if self._clocks is not None and table == 0:
+            self._clocks.fold(fold.version, tickets)
         for ticket in tickets:
             self._later.append((self._account, table, ticket))
-        if self._cadence is not None and table == max(self._sequences):
-            self._cut_due = self._cadence.folded(fold.version)
+        if self._schedule is not None and table == max(self.sequences):
+            self._cut_due = self._schedule.folded(fold.version)
 
     def _compare_options(self, table: int, tickets: Iterable[Ticket]) -> None:
         """Learners in lockstep should agree about the options of their groups (M4)."""
@@ -414,15 +412,15 @@ class Leader:
     def named(self, table: int, ticket: Ticket) -> tuple[int, int]:
         """A gradient as the shards know it: over a tree it lies in a node's sum."""
         learner, number = ticket.learner, ticket.number
-        return self._trunk.named(table, learner, number) if self._trunk else (learner, number)
+        return self._root.named(table, learner, number) if self._root else (learner, number)
 
     def _account(self, table: int, ticket: Ticket) -> None:
         """A folded gradient: examples and loss are counted, its batches are done."""
         gradient, usage = self._open.pop((table, ticket.learner, ticket.number))
-        epochs = self._feeding.settled(ticket.learner, usage)
-        self._tally.folded(table, ticket.rank, ticket.count, gradient.loss, epochs)
-        if self._trunk is not None:
-            self._trunk.done(table, ticket)
+        epochs = self.dispatcher.settled(ticket.learner, usage)
+        self.counters.folded(table, ticket.rank, ticket.count, gradient.loss, epochs)
+        if self._root is not None:
+            self._root.done(table, ticket)
 
     def _drop(self, table: int, drop: Drop) -> None:
         self._log(log.Free(table, *self.named(table, drop.ticket)))
@@ -432,10 +430,10 @@ class Leader:
         """Near a run's set end it may be dropped before others of its learner are folded."""
         learner, opened = ticket.learner, self._open
         _, usage = opened.pop((table, learner, ticket.number))
-        before = [opened[table, learner, each][1] for each in self._sequences[table].unfolded(learner)]
-        self._feeding.dropped(learner, usage, before)
-        if self._trunk is not None:
-            self._trunk.done(table, ticket)
+        before = [opened[table, learner, each][1] for each in self.sequences[table].unfolded(learner)]
+        self.dispatcher.dropped(learner, usage, before)
+        if self._root is not None:
+            self._root.done(table, ticket)
 
     # -- the feed ----------------------------------------------------------------------------------------
 
@@ -444,21 +442,21 @@ class Leader:
             portion = Portion(loader, grant.index, grant.epoch, grant.start, grant.stop)
         else:
             portion = Portion(loader, grant.index, grant.epoch, 0, 0, 1)
-        if self._feeding.grant(portion, grant.learner):
-            for table, sequence in self._sequences.items():
+        if self.dispatcher.grant(portion, grant.learner):
+            for table, sequence in self.sequences.items():
                 self._decided(table, sequence.resume(grant.learner))
 
     def _epoch_done(self, loader: int, decision: EpochDone) -> None:
         """One may be done before an earlier one."""
-        epoch, done = decision.epoch, self._feeding.done(loader)
-        mean, losses = self._tally.epoch(epoch) if loader == 0 else (float("nan"), {})
-        primary = self._sequences.get(0)
+        epoch, done = decision.epoch, self.dispatcher.done(loader)
+        mean, losses = self.counters.epoch(epoch) if loader == 0 else (float("nan"), {})
+        primary = self.sequences.get(0)
         tables = 0
-        if loader in self._feeding.evaluated:
-            for table in self._sequences:
+        if loader in self.dispatcher.evaluated:
+            for table in self.sequences:
                 self._log(log.Snapshot(table, epoch))
                 tables += 1
-        version, examples = primary.version if primary else 0, self._tally.examples[0]
+        version, examples = primary.version if primary else 0, self.counters.examples[0]
         self._port.tell(m.EpochEnd(loader, epoch, version, examples, mean, losses, tables, done))
         if loader == 0:
             passed, self._passed = self._passed, done
@@ -469,64 +467,53 @@ class Leader:
     def _change(self, number: int) -> None:
         """Another dial for all tables; the loaders turn with the first of them."""
         sync = self._replay.dials[number]
-        for table, sequence in self._sequences.items():
+        for table, sequence in self.sequences.items():
             self._decided(table, sequence.change(sync, number))
 
     def _turn(self, table: int, change: Change) -> None:
         self._log(log.Change(table, change.dial))
         if table == 0:
-            self._feeding.change(lockstep=self._replay.dials[change.dial].lockstep)
+            self.dispatcher.change(lockstep=self._replay.dials[change.dial].lockstep)
 
     # -- meetings ----------------------------------------------------------------------------------------
 
     def _met(self, _: int, decision: Met | Unmet) -> None:
         """All of them count again before one can publish: lockstep rounds stay whole."""
-        self._feeding.met(decision.learners)
-        for table, sequence in self._sequences.items():
+        self.dispatcher.met(decision.learners)
+        for table, sequence in self.sequences.items():
             self._decided(table, sequence.met(decision.learners))
-        self._gathering.over(decision)
+        self._barrier.over(decision)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
         """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
         self._cut_due = False
-        self._tally.read()
-        if self._stamps is not None:
-            self._stamps.tell()
-        number = self._sequences[0].version
+        self.counters.read()
+        if self._clocks is not None:
+            self._clocks.tell()
+        number = self.sequences[0].version
         files = []
-        for table in self._sequences:
+        for table in self.sequences:
             self._log(log.Cut(table, number))
             files += [table_file(table, shard) for shard in range(self._shards_of[table])]
-        self._port.save(number, LEARNERS, self._belongings.tensors(self._ranks), {})
+        self._port.save(number, LEARNERS, self._states.tensors(self._ranks), {})
         self._port.tell(
             m.Cut(
                 number,
                 [*files, LEARNERS],
-                {table: sequence.account() for table, sequence in self._sequences.items()},
-                self._feeding.standings(),
-                self._tally.counts(),
+                {table: sequence.account() for table, sequence in self.sequences.items()},
+                self.dispatcher.standings(),
+                self.counters.counts(),
             )
         )
 
-    def standings(self) -> dict[int, Standing]:
-        return self._feeding.standings()
-
     # -- reports -----------------------------------------------------------------------------------------
 
-    def examples(self, table: int) -> int:
-        """In its updates so far; 0 where it is not open yet."""
-        return self._tally.examples.get(table, 0)
-
-    def last_staleness(self, table: int) -> float:
-        """Mean over the gradients of the last update."""
-        return self._sequences[table].clock.last_update
-
     def statistics(self, number: int) -> m.Statistics:
-        self._tally.read()
-        if self._stamps is not None:
-            self._stamps.tell()
+        self.counters.read()
+        if self._clocks is not None:
+            self._clocks.tell()
         ranks = self._ranks
         return m.Statistics(
             number,
@@ -535,14 +522,14 @@ class Leader:
                     sequence.version,
                     sequence.gradients,
                     sequence.dropped,
-                    self._tally.examples[table],
+                    self.counters.examples[table],
                     sequence.clock.account(),
                     {ranks[learner]: version for learner, version in sequence.waiting().items()},
                     sequence.missing(),
                     sequence.pending,
                 )
-                for table, sequence in self._sequences.items()
+                for table, sequence in self.sequences.items()
             },
-            dict(self._tally.steps),
-            dict(self._tally.last),
+            dict(self.counters.steps),
+            dict(self.counters.last),
         )

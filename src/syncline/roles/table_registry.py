@@ -60,13 +60,11 @@ class TableRegistry:
         self._live = live  # learner -> rank
         self.tables: dict[int, Table] = {}
         self.loaders: dict[int, m.OpenLoader] = {}
-        self.initial: dict[int, int] = {}  # the first fold and the first epoch wait for these
-        self._restored = Restored(name="the start", seed=plan.seed)
 
     def expect(self, learners: Mapping[int, int], restored: Restored) -> None:
-        """These begin together, there; in a warm start one alone."""
+        """These begin together, there; in a warm start one alone. To be said before anything else."""
         self._restored = restored
-        self.initial = dict(learners)
+        self.initial = dict(learners)  # the first fold and the first epoch wait for these
         if learners and restored.version < self._plan.warm:
             first = min(learners, key=lambda learner: learners[learner])
             self.initial = {first: learners[first]}

@@ -30,11 +30,11 @@ from syncline.engines.supervision import BatchCrew, BatchSupervision
 from syncline.errors import LostError, RunError, UsageError
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
-from syncline.roles.checkpoint_manifest import Restored, table_file
+from syncline.roles.checkpoint_manifest import Restored
 from syncline.sim.batch_method_parties import Numbers, Play
 from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script
-from syncline.table.checkpoints import Folder
+from syncline.table.checkpoints import Folder, table_file
 from syncline.table.vectors import Vectors, read_vectors, vector_tensors
 
 

@@ -121,8 +121,6 @@ class Forest:
             self.pass_on(name, node.again(*what[1:]))
         elif what[0] == "lose":
             self.pass_on(name, node.lose(what[1]))
-        elif what[0] == "flush":
-            self.pass_on(name, node.flush())
 
     def pass_on(self, name: int, passed: Iterable[Passed]) -> None:
         leaf = name in self.tree.leaves

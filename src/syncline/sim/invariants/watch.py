@@ -261,7 +261,7 @@ class Watch:
             return
         self._moved = False
         with self._checking():  # the ledgers know of all that is not settled
-            for loader, standing in self._world.servers[0].role.leader.standings().items():
+            for loader, standing in self._world.servers[0].role.leader.dispatcher.standings().items():
                 self._feeds[loader].compare(standing)
 
     def went_back(self) -> None:

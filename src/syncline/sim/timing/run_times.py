@@ -299,7 +299,8 @@ class SizedSimulation(Simulation):
     def folded(self) -> None:
         super().folded()
         if self.on_update is not None:
-            self.on_update(self.version, self.clock.now, self.servers[0].role.leader.last_staleness(0))
+            staleness = self.servers[0].role.leader.sequences[0].clock.last_update
+            self.on_update(self.version, self.clock.now, staleness)
 
     def sample(self) -> None:
         """Nobody looks on the way."""
@@ -330,7 +331,9 @@ def time_servers(run: TimedRun, shards: int, script: Script) -> Timing:
         world.on_update = run.on_update
         if run.seconds is not None:
             world.clock.at(run.seconds, world.ask_stop)
-        run.begins(lambda: (world.version, world.clock.now, world.servers[0].role.leader.examples(0)))
+        run.begins(
+            lambda: (world.version, world.clock.now, world.servers[0].role.leader.counters.examples[0])
+        )
         outcome = world.run()
     table, simulated = outcome.statistics.tables[0], world.simulated()
     return Timing(
