@@ -52,8 +52,7 @@ class SimBatchLearner:
     at: int = -1  # the evaluation whose point it has
     working: bool = False
     dead: bool = False
-    steps: int = 0
-    sums: int = 0
+    steps: int = 0  # portions; those of `times` are sums
     since: float = 0.0  # when it last fell idle
     times: LearnerTimes = field(default_factory=LearnerTimes)
 
@@ -215,7 +214,6 @@ class Play:
         """The sum leaves; the next task begins."""
         learner.tasks.popleft()
         loss, examples = self._numbers.sum(task)
-        learner.sums += 1
         learner.times += LearnerTimes(steps=1)
         now, ways = self._clock.now, zip(self._homes, self._parts, strict=True)
         arrival = max(self.network.send(now, learner.machine, home, nbytes) for home, nbytes in ways)

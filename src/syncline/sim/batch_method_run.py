@@ -223,7 +223,7 @@ class BatchSimulation(BatchCrew):
         everybody = [*self._play.gone, *self._play.learners.values()]
         steps: dict[int, int] = {}
         for learner in everybody:
-            steps[learner.rank] = steps.get(learner.rank, 0) + learner.sums
+            steps[learner.rank] = steps.get(learner.rank, 0) + learner.times.steps
         return self._record.statistics(0, steps, {})
 
     # -- the script ----------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class BatchSimulation(BatchCrew):
             self.clock.at(self.clock.now, lambda: self._life.shard_lost(why, shard=fault.rank))
         elif fault.role == "learner" and learners:
             self._play.leave(learners[0].number)
-            self._life.lost(learners[0].number, "killed by the script", stepped=learners[0].sums > 0)
+            self._life.lost(learners[0].number, "killed by the script", stepped=learners[0].times.steps > 0)
         else:
             self.recorder.event(f"not played, nobody is there: {fault.text}", kind="missed")
 

@@ -176,7 +176,12 @@ class Queues:
 
     def add(self, now: float, seconds: float, task: Any, who: Hashable) -> None:
         self._advance(now)
-        core = self._choose(who)
+        mine = self._place.get(who)
+        if mine is not None and not mine.queue and (mine.last == who or self._idle(mine)):
+            core = mine
+        else:
+            idle = next((each for each in self._cores if self._idle(each)), None)
+            core = idle or mine or min(self._cores, key=lambda each: len(each.queue))
         self._place[who] = core
         core.queue.append(Job(who, seconds, task))
         if len(core.queue) == 1:
@@ -230,15 +235,6 @@ class Queues:
         return self._served.get(who, 0.0)
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _choose(self, who: Hashable) -> Core:
-        mine = self._place.get(who)
-        if mine is not None and (not mine.queue and (mine.last == who or self._idle(mine))):
-            return mine
-        for core in self._cores:
-            if self._idle(core):
-                return core
-        return mine or min(self._cores, key=lambda core: len(core.queue))
 
     def _spins_until(self, core: Core) -> float:
         """Whoever ran here last keeps the core until then, if it has not gone elsewhere."""

@@ -79,10 +79,15 @@ class SimNetwork:
 
     def send(self, now: float, source: int, target: int, nbytes: int = 0) -> float:
         """When what leaves the source now (or as soon as its card is free) has arrived."""
-        if nbytes:
-            arrival = self._arrival(now, source, target, nbytes)
-        else:
+        if not nbytes:
             arrival = now + (self._near if source == target else self._far)
+        elif source == target:
+            self.copied += nbytes
+            link = self._memory
+            arrival = now + link.latency + (link.setup + link.seconds(nbytes))
+        else:
+            self.moved += nbytes
+            arrival = self._over_cards(now, source, target, nbytes)
         pair = (source << 32) + target
         if self._shaky and source != target:
             arrival += self._held(now, source, target, pair)
@@ -115,13 +120,8 @@ class SimNetwork:
         self._drawn[pair] += 1
         return cut - self._delay * math.log(uniform(self._seed, pair, self._drawn[pair]))
 
-    def _arrival(self, now: float, source: int, target: int, nbytes: int) -> float:
-        if source == target:
-            self.copied += nbytes
-            link = self._memory
-            return now + link.latency + (link.setup + link.seconds(nbytes))
+    def _over_cards(self, now: float, source: int, target: int, nbytes: int) -> float:
         link = self._card
-        self.moved += nbytes
         seconds = link.seconds(nbytes)
         if not seconds:
             return now + link.latency + link.setup

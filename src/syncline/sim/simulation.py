@@ -344,12 +344,6 @@ class Simulation(Crew):
             self.soon(noticed)
         self.servers[shard].dead = True
 
-    def _lose_node(self, name: int) -> None:
-        """A node of the tree does nothing from now on; what was below it goes elsewhere, a message later."""
-        self.recorder.event(f"node {name} of the tree was killed by the script", kind="killed")
-        self.nodes[name].dead = True
-        self.soon(partial(self._node_lost, self.nodes[name]))
-
     def _node_lost(self, lost: SimNode) -> None:
         if self.nodes.get(lost.node) is not lost:
             return
@@ -415,7 +409,10 @@ class Simulation(Crew):
         elif fault.action == "stop":
             self.ask_stop()
         elif fault.role == "node" and fault.rank in self.nodes:
-            self._lose_node(fault.rank)
+            lost = self.nodes[fault.rank]
+            self.recorder.event(f"node {lost.node} of the tree was killed by the script", kind="killed")
+            lost.dead = True  # it does nothing from now on; what was below it goes elsewhere, a message later
+            self.soon(partial(self._node_lost, lost))
         else:
             strike(self, fault)
 
@@ -426,19 +423,20 @@ class Simulation(Crew):
     def pause(self, learner: SimLearner, seconds: float) -> None:
         learner.pause.begin(self.clock.now, seconds)
         patience = self.spec.faults.patience
-        if patience is not None and seconds > patience:
-            self.clock.after(patience, lambda: self._hangs(learner, patience))
-
-    def _hangs(self, learner: SimLearner, patience: float) -> None:
-        if learner.dead or learner.fiber.done:
+        if patience is None or seconds <= patience:
             return
-        hung = Hangs(patience, self.spec.faults.kill_hung)
-        decided = hung.decide(learner.learner, f"learner {learner.rank}", learner.rank, patience)
-        for decision in decided:
-            if isinstance(decision, Kill):
-                self.kill(learner, decision.why)
-            else:
-                self.recorder.say(decision)
+
+        def hangs() -> None:
+            if learner.dead or learner.fiber.done:
+                return
+            hung = Hangs(patience, self.spec.faults.kill_hung)
+            for decision in hung.decide(learner.learner, f"learner {learner.rank}", learner.rank, patience):
+                if isinstance(decision, Kill):
+                    self.kill(learner, decision.why)
+                else:
+                    self.recorder.say(decision)
+
+        self.clock.after(patience, hangs)
 
     # -- the run -----------------------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ class SimNode:
         world = self._world
         if self.node not in world.tree.leaves:
             if (below := world.nodes.get(child)) is not None:
-                world.send(self.machine, below.machine, partial(below.taken, number, done))
+                world.send(self.machine, below.machine, partial(below.hear, Taken(number, done)))
             return
         lane, learner = world.lanes.get((number, child)), world.learners[child]
         if lane is not None:
@@ -225,18 +225,13 @@ class SimNode:
                 lane.freed[shard, done] = arrival
             world.clock.at(arrival, learner.wake)
 
-    def taken(self, number: int, sum_number: int) -> None:
-        """The node above says so."""
-        if not self.dead:
-            self._pass_on(number, self._table(number).node.taken(sum_number))
-
     def hear(self, message: ToNodes) -> None:
         """The leading shard, or the node above, has something to say."""
         if self.dead or message.table not in self._world.tables:
             return
         table, node = message.table, self._table(message.table).node
         if isinstance(message, Taken):
-            self.taken(table, message.number)
+            self._pass_on(table, node.taken(message.number))
         elif isinstance(message, Refused):
             lane = self._table(table).lane
             if message.number in lane.numbers:

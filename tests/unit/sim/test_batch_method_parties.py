@@ -118,7 +118,7 @@ def test_a_learner_reads_a_point_once_and_sends_the_sum_of_its_portions() -> Non
         (second + 0.75, ("answered", 0, b.Answered(0, 8, 1.0, 4))),
     ]
     learner = found.learners[0]
-    assert (learner.times.compute, learner.times.steps, learner.sums) == (12.0, 2, 2)
+    assert (learner.times.compute, learner.times.steps, learner.steps) == (12.0, 2, 3)
     assert learner.times.communication == (read - 0.25) + 2 * 1.0
 
 

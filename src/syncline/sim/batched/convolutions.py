@@ -69,19 +69,15 @@ class _Product(torch.autograd.Function):
         gradient = gradient.flatten(-2)  # (B, N, O, L)
         to_w = to_x = None
         if ctx.needs_input_grad[1]:
-            to_w = _weight_gradient(gradient, windows).view_as(w)
+            if gradient.shape[1] <= ALONE:
+                to_w = torch.matmul(gradient, windows.mT).sum(1).view_as(w)
+            else:
+                outer, inner = gradient.transpose(1, 2).flatten(2), windows.transpose(1, 2).flatten(2)
+                to_w = torch.bmm(outer, inner.mT).view_as(w)
         if ctx.needs_input_grad[0]:
             spread = torch.matmul(flat.mT.unsqueeze(1), gradient)  # (B, N, C·K, L)
             to_x = ctx.geometry.fold(spread.flatten(0, 1)).unflatten(0, gradient.shape[:2])
         return to_x, to_w, None
-
-
-def _weight_gradient(gradient: Tensor, windows: Tensor) -> Tensor:
-    """(B, N, O, L) with (B, N, C·K, L) to (B, O, C·K)."""
-    if gradient.shape[1] <= ALONE:
-        return torch.matmul(gradient, windows.mT).sum(1)
-    outer, inner = gradient.transpose(1, 2).flatten(2), windows.transpose(1, 2).flatten(2)
-    return torch.bmm(outer, inner.mT)
 
 
 def convolve(x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:

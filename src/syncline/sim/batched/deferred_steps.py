@@ -66,7 +66,7 @@ class DeferredSteps:
         with torch.no_grad():
             for (flat, plan), group in groupby(waiting, key=lambda step: step[:2]):
                 steps = [(row, self._row_of(version)) for _, _, row, version in group]
-                known = self._known_of(plan)
+                known = self._known.setdefault(plan, _Known())
                 known.steps += len(steps)
                 if self._together and known.steps > OFTEN:
                     self._many(flat, plan, steps, known)
@@ -78,6 +78,10 @@ class DeferredSteps:
                             self._versions.stacks[index][target].copy_(weights)
 
     def _many(self, flat: FlatSGD, plan: StepPlan, steps: list[tuple[int, int]], known: _Known) -> None:
+        growths = self._gradients.growths, self._versions.growths
+        if known.growths != growths:  # the memory is another
+            known.programs.clear()
+            known.growths = growths
         most = MOST_BYTES // max(1, sum(weights.nbytes for weights in flat.weights))
         for size in [size for size in SIZES if size <= max(1, most)]:
             while len(steps) >= size:
@@ -88,16 +92,6 @@ class DeferredSteps:
                 program.inputs[0].copy_(torch.tensor((rows, targets)), non_blocking=True)
                 program.run()
                 del steps[:size]
-
-    def _known_of(self, plan: StepPlan) -> _Known:
-        known = self._known.get(plan)
-        if known is None:
-            known = self._known[plan] = _Known()
-        growths = self._gradients.growths, self._versions.growths
-        if known.growths != growths:  # the memory is another
-            known.programs.clear()
-            known.growths = growths
-        return known
 
     def _program(self, flat: FlatSGD, plan: StepPlan, count: int) -> RepeatedProgram:
         device = flat.weights[0].device

@@ -27,7 +27,6 @@ from syncline.sim.random_states import Random
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of batches that are captured
 CONVOLUTIONS = ("unfolded", "grouped")
 TRIED = 3  # examples of a batch
-Probed = tuple[str | None, bool]
 NEAR = 0.01  # of the gradient's norm: where two values are all but equal, rounding may choose the other
 
 
@@ -210,37 +209,35 @@ def plain(task: SimTask, weights: Sequence[Tensor], indices: Tensor) -> tuple[Te
     return loss.detach(), made
 
 
-def trial(task: SimTask, parameters: Sequence[Tensor], size: int, *, convolutions: str) -> Probed:
+def trial(
+    task: SimTask, parameters: Sequence[Tensor], size: int, *, convolutions: str
+) -> tuple[str | None, bool]:
     """Can a model's gradients be computed together? Tried with two batches of a few examples, at two versions near these parameters.
 
     Why not, and whether the model draws random numbers. The plain gradient is the reference: what does not agree with it, or cannot be mapped over batches, is computed one at a time.
     """
     with Random().drawn():
-        return _try(task, parameters, size, convolutions)
-
-
-def _try(task: SimTask, parameters: Sequence[Tensor], size: int, convolutions: str) -> Probed:
-    weights = [task.segments(), task.segments()]
-    for segments, factor in zip(weights, (1.0, 0.99), strict=True):
-        for view, parameter in zip(task.views(segments), parameters, strict=True):
-            view.copy_(parameter.detach()).mul_(factor)
-    batches = [torch.arange(size)[:TRIED], torch.arange(size).flip(0)[:TRIED]]
-    kept = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
-    before = _drawn(task.device)
-    with repeatable(task.device):  # without TensorFloat-32, whose rounding alone is beyond what is near
-        references = [plain(task, *each)[1] for each in zip(weights, batches, strict=True)]
-    draws = _drawn(task.device) != before
-    for name, buffer in task.model.named_buffers():
-        if not torch.equal(buffer, kept[name]):
-            return f"computing a gradient changes the buffer {name}", draws
-    try:
-        apart = _apart(task, weights, batches, references, convolutions)
-    except Exception as error:  # whatever vmap cannot do
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        return f"the objective cannot be mapped over batches: {words[0]}", draws
-    if not draws and not apart <= NEAR:
-        return f"computed together, gradients differ by {apart:.1%} of their norm", draws
-    return None, draws
+        weights = [task.segments(), task.segments()]
+        for segments, factor in zip(weights, (1.0, 0.99), strict=True):
+            for view, parameter in zip(task.views(segments), parameters, strict=True):
+                view.copy_(parameter.detach()).mul_(factor)
+        batches = [torch.arange(size)[:TRIED], torch.arange(size).flip(0)[:TRIED]]
+        kept = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+        before = _drawn(task.device)
+        with repeatable(task.device):  # without TensorFloat-32, whose rounding alone is beyond what is near
+            references = [plain(task, *each)[1] for each in zip(weights, batches, strict=True)]
+        draws = _drawn(task.device) != before
+        for name, buffer in task.model.named_buffers():
+            if not torch.equal(buffer, kept[name]):
+                return f"computing a gradient changes the buffer {name}", draws
+        try:
+            apart = _apart(task, weights, batches, references, convolutions)
+        except Exception as error:  # whatever vmap cannot do
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            return f"the objective cannot be mapped over batches: {words[0]}", draws
+        if not draws and not apart <= NEAR:
+            return f"computed together, gradients differ by {apart:.1%} of their norm", draws
+        return None, draws
 
 
 def _apart(

@@ -92,14 +92,13 @@ class Values:
         self._done[index] += 1
         if isinstance(entry, log.PutValues):
             self._put = True
-        elif isinstance(entry, log.Fold):
-            self._check_shard(index, entry.version, shard)
-
-    def _check_shard(self, index: int, version: int, shard: Shard) -> None:
+        if not isinstance(entry, log.Fold):
+            return
+        version = entry.version
         if shard.version != version:
             raise Broken(f"shard {index} is at version {shard.version}, the log at {version}")
-        expected = shard.part.segments(self._weights[version])
-        for mine, theirs in zip(expected, shard.weights, strict=True):
+        whole = shard.part.segments(self._weights[version])
+        for mine, theirs in zip(whole, shard.weights, strict=True):
             compared = self.plain and not self._put
             if compared and not torch.allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE):
                 off = float((mine - theirs).abs().max())

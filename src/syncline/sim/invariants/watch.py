@@ -189,21 +189,19 @@ class Watch:
                 self._tables[decision.table].uncross()
             else:
                 self._touched.add(place)
-                self._sequenced(place, self._tables[place], decision)
-
-    def _sequenced(self, number: int, table: TableAccount, decision: Any) -> None:
-        if isinstance(decision, Take):
-            table.taken(decision.ticket)
-        elif isinstance(decision, Drop):
-            gradient = table.drop(decision)
-            self._values[number].forget(decision.ticket.learner, decision.ticket.number)
-            self._settled(gradient, "dropped")
-        elif isinstance(decision, Fold):
-            self._fold(number, table, decision)
-        elif isinstance(decision, Release):
-            table.release(decision)
-        elif isinstance(decision, Change):
-            table.change(self._world.dials[decision.dial])
+                table = self._tables[place]
+                if isinstance(decision, Take):
+                    table.taken(decision.ticket)
+                elif isinstance(decision, Drop):
+                    gradient = table.drop(decision)
+                    self._values[place].forget(decision.ticket.learner, decision.ticket.number)
+                    self._settled(gradient, "dropped")
+                elif isinstance(decision, Fold):
+                    self._fold(place, table, decision)
+                elif isinstance(decision, Release):
+                    table.release(decision)
+                elif isinstance(decision, Change):
+                    table.change(self._world.dials[decision.dial])
 
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)

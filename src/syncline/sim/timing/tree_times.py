@@ -198,15 +198,14 @@ class TimedTree:
     # -- up --------------------------------------------------------------------------------------------------
 
     def _gather(self, node: TimedNode, sum_: Sum) -> None:
-        seconds = self._cluster.message + self._cluster.take.seconds(self._bytes)
-        node.work.do(seconds, partial(self._gathered, node, sum_))
+        def gathered() -> None:
+            if node.node in self.tree.leaves:
+                learner = self.learners[sum_.sender]
+                learner.sending = False
+                self._publish(learner)
+            self._pass_on(node, node.up.publish(sum_))
 
-    def _gathered(self, node: TimedNode, sum_: Sum) -> None:
-        if node.node in self.tree.leaves:
-            learner = self.learners[sum_.sender]
-            learner.sending = False
-            self._publish(learner)
-        self._pass_on(node, node.up.publish(sum_))
+        node.work.do(self._cluster.message + self._cluster.take.seconds(self._bytes), gathered)
 
     def _pass_on(self, node: TimedNode, passed: Iterable[Passed]) -> None:
         for each in passed:
@@ -275,9 +274,7 @@ class TimedTree:
                 self._shards[0].do(self._cluster.reply, partial(self._release, decision, self.clock.now))
 
     def _recount(self) -> None:
-        if not self._sync.lockstep:
-            return
-        for node in self.nodes.values():
+        for node in self.nodes.values() if self._sync.lockstep else ():
             active = self._intake.active(self.tree.below(node.node))
             if active.keys() != self._counted.get(node.node, {}).keys():
                 self._counted[node.node] = active
@@ -407,9 +404,8 @@ class TimedTree:
 
     def times(self) -> LearnerTimes:
         """Of all learners together."""
-        compute, communication, waiting = (
-            sum(learner.times[index] for learner in self.learners) for index in range(3)
-        )
+        times = zip(*(learner.times for learner in self.learners), strict=True)
+        compute, communication, waiting = map(sum, times)
         steps = sum(learner.steps for learner in self.learners)
         return LearnerTimes(compute=compute, communication=communication, waiting=waiting, steps=steps)
 

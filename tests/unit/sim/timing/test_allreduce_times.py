@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import syncline as sl
 from syncline.cluster.record import Cluster, Compute, Link
 from syncline.dial import Course
+from syncline.learn.allreduce_reducer import FORWARD
 from syncline.sim.timing.allreduce_times import TimedRings, time_all_reduce
 from syncline.sim.timing.run_times import TimedRun
 from syncline.topologies import parse_topology
@@ -63,6 +65,13 @@ def test_layers_are_reduced_while_those_before_them_are_computed() -> None:
         rings.step([6, 6])
     assert len(layers.buckets) == 2 and len(whole.buckets) == 1
     assert whole.seconds == layers.seconds == 6 + RING, "one ring is hidden"
+    slow = replace(CARDS, card=Link(latency=5.0))
+    found = rings_of("hardsync", "allreduce:layerwise,bucket=64", (100, 100), cluster=slow)
+    found.step([6, 6])
+    half_back = FORWARD + (1 - FORWARD) / 2
+    assert found.seconds == pytest.approx(6 * half_back + 2 * 2 * 5.0), (
+        "the first begins there, the second follows"
+    )
 
 
 def test_who_has_no_data_left_computes_nothing_and_comes_to_the_ring() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def test_shards_have_all_bytes_in_parts_of_nearly_equal_size(
     parts = run.part_bytes(shards)
     assert len(parts) == shards and sum(parts) == parameters * itemsize and min(parts) >= 0
     assert max(parts) - parameters * itemsize / shards <= 1024
+    cuts = list(accumulate(parts))
+    assert all(cut % 1024 == 0 or cut == parameters * itemsize for cut in cuts), "where a table may be cut"
 
 
 def test_virtual_seconds_end_it() -> None:
