@@ -32,15 +32,6 @@ LOSS, WAITS, CALLS, HISTOGRAM = range(4, 8)
 BOARD = 8 * (HISTOGRAM + SIGMAS)  # bytes
 
 
-def _write_board(words: memoryview, progress: Progress) -> None:
-    numbers = progress.started, progress.version, progress.gradients, progress.examples
-    for word, value in enumerate(numbers):
-        words[word] = value
-    words[LOSS] = struct.unpack("q", struct.pack("d", progress.loss))[0]
-    for sigma, count in progress.histogram.items():
-        words[HISTOGRAM + min(sigma, SIGMAS - 1)] = count
-
-
 def read_board(words: memoryview) -> Progress:
     started, version, gradients, examples = words[:LOSS]
     loss = struct.unpack("d", struct.pack("q", words[LOSS]))[0]
@@ -113,10 +104,16 @@ class LocalCollectivePort(CollectivePort):
         return self._channel.receive()  # type: ignore[no-any-return]
 
     def tell(self, message: Any) -> None:
-        if isinstance(message, Progress):
-            _write_board(self._board, message)
-        else:
+        if not isinstance(message, Progress):
             self._channel.send(message)
+            return
+        words = self._board
+        numbers = message.started, message.version, message.gradients, message.examples
+        for word, value in enumerate(numbers):
+            words[word] = value
+        words[LOSS] = struct.unpack("q", struct.pack("d", message.loss))[0]
+        for sigma, count in message.histogram.items():
+            words[HISTOGRAM + min(sigma, SIGMAS - 1)] = count
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._writer is not None

@@ -22,7 +22,7 @@ from syncline.batch.portions import Batch, Cancel
 from syncline.engines.checkpoint_writer import write_part
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.learner import say
-from syncline.engines.local.shared_memory import Region, crash_point
+from syncline.engines.local.shared_memory import Region, crash_point, whole_pages
 from syncline.engines.run import Task
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
@@ -55,21 +55,9 @@ class BatchLearnerSpec:
     beat: Region  # its first word counts portions
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """More slots, to shards and learners."""
-
-    region: Region
-
-
-def slot_bytes(nbytes: int) -> int:
-    """Of one slot: whole pages, so that a region holds just as many as were asked for."""
-    return max(4096, -(-nbytes // 4096) * 4096)
-
-
 def _slots_in(layout: Layout, region: Region) -> list[list[Tensor]]:
     """Segments of each slot, in their order."""
-    memory, size = region.tensor(), slot_bytes(layout.parameters.nbytes)
+    memory, size = region.tensor(), whole_pages(layout.parameters.nbytes)
     region.close()
     lows = range(0, len(memory) - size + 1, size)
     return [layout.parameters.segments(memory[low : low + size]) for low in lows]
@@ -104,8 +92,8 @@ class _Shard:
             tensors = vector_tensors(spec.layout, spec.shard, self._vectors)
             job = message.number, table_file(0, spec.shard), tensors, dict[str, Any]()
             self._channel.send(write_part(Folder(Path(spec.folder)), job))
-        elif isinstance(message, Pool):
-            self._slots += _slots_in(spec.layout, message.region)
+        elif isinstance(message, Region):  # more slots
+            self._slots += _slots_in(spec.layout, message)
 
 
 def run_batch_shard(channel: Channel, spec: BatchShardSpec) -> None:
@@ -147,8 +135,8 @@ class _Learner:
                     self._next = message.start
             elif isinstance(message, Cancel):
                 self._drop(message)
-            elif isinstance(message, Pool):
-                self._slots += _slots_in(self._layout, message.region)
+            elif isinstance(message, Region):  # more slots
+                self._slots += _slots_in(self._layout, message)
 
     def _drop(self, cancel: Cancel) -> None:
         """Said back, unless it was answered already."""

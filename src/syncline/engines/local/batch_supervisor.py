@@ -21,13 +21,11 @@ from syncline.engines.batch_method_record import BatchRecord, coordinator_of, st
 from syncline.engines.local.batch_processes import (
     BatchLearnerSpec,
     BatchShardSpec,
-    Pool,
     run_batch_learner,
     run_batch_shard,
-    slot_bytes,
 )
 from syncline.engines.local.processes import Process
-from syncline.engines.local.shared_memory import Region
+from syncline.engines.local.shared_memory import Region, whole_pages
 from syncline.engines.local.shared_pickle import Parcel, pack
 from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
@@ -73,10 +71,10 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
 
     def grow(self, slots: int) -> None:
         """More room for sums, known to all."""
-        region = Region(slots * slot_bytes(self._plan.layout.parameters.nbytes))
+        region = Region(slots * whole_pages(self._plan.layout.parameters.nbytes))
         self._pools.append(region)
         for process in (*self._shards, *self._learners.values()):
-            process.channel.post(Pool(region))
+            process.channel.post(region)
 
     def _start_shards(self, restored: Restored | None) -> None:
         """With the vectors of a checkpoint, or with the model's own weights."""

@@ -127,8 +127,8 @@ class Channel:
             raise Closed from error
         body, fds = self._body, self._fds
         self._head, self._body, self._fds = bytearray(), bytearray(), []
-        pickled, sizes, inline, bulk = pickle.loads(body)
-        return unpack(Parcel(pickled, sizes, inline, fds, bulk))
+        pickled, inline, bulk = pickle.loads(body)
+        return unpack(Parcel(pickled, inline, fds, bulk))
 
     def close(self) -> None:
         self._socket.close()
@@ -142,7 +142,7 @@ class Channel:
 
 
 def _written(parcel: Parcel) -> tuple[bytes, list[int]]:
-    body = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
+    body = pickle.dumps((parcel.pickled, parcel.inline, parcel.bulk))
     return _HEAD.pack(len(body), len(parcel.fds)) + body, parcel.fds
 
 

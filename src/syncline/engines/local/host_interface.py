@@ -219,9 +219,6 @@ class Host(ABC):
     def tell_shards(self, message: Any) -> None: ...
 
     @abstractmethod
-    def tell_shard(self, shard: int, message: Any) -> None: ...
-
-    @abstractmethod
     def reply(self, learner: int, message: Any) -> None:
         """To a learner here."""
 

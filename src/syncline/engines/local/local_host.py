@@ -255,9 +255,6 @@ class LocalHost(Host):
             process.channel.post(parcel)
         parcel.close()
 
-    def tell_shard(self, shard: int, message: Any) -> None:
-        self.shards[shard].channel.post(message)
-
     def tell_relay(self, message: Any) -> None:
         """If there are several machines."""
         if self.relay is not None:

@@ -172,15 +172,14 @@ class Processes:
             process.state = "killed" if process.state == "running" else process.state
             self.kill(process)
             self.dismiss(process)
-        for ended in [ended for ended in self._deferred if self.by_pid[ended.pid] in processes]:
-            self._deferred.remove(ended)
-            self.by_pid[ended.pid].reaped = True
+        others: list[forkserver.Ended] = []
         while not all(process.reaped for process in processes):
-            answer = self._from_server()
-            if isinstance(answer, forkserver.Ended) and self.by_pid[answer.pid] in processes:
-                self.by_pid[answer.pid].reaped = True
+            ended = self._deferred.pop(0) if self._deferred else self._from_server()
+            if self.by_pid[ended.pid] in processes:
+                self.by_pid[ended.pid].reaped = True
             else:
-                self._deferred.append(answer)
+                others.append(ended)
+        self._deferred = others + self._deferred
 
     def close(self, *, kill: bool) -> None:
         """Nothing stays behind."""

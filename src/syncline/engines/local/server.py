@@ -178,7 +178,6 @@ class LocalServer(ServerPort):
         self._readers: set[tuple[int, int]] = set()  # (loader, learner)
         self._nodes: dict[int, NodeEnd] = {}  # of a tree, by name
         self._gone: set[int] = set()  # learners that have left, which a leaf may not know yet
-        self._dials: set[int] = set()  # those that the supervisor has named
         self._beyond: deque[Record] = deque()  # what the log has no room for: followers are slow, or stopped
         self._leaving: list[int] = []  # learners whose leaving is in the log
         self._to_wake: set[int] = set()
@@ -342,7 +341,7 @@ class LocalServer(ServerPort):
         """Everything that the entry needs has arrived from the supervisor."""
         if isinstance(entry, log.Leave):
             return True
-        if isinstance(entry, log.Change) and entry.dial not in self._dials:
+        if isinstance(entry, log.Change) and entry.dial not in self._role.replay.dials:
             return False
         if isinstance(entry, log.Fold | log.Snapshot | log.Finish | log.Change | log.Cut):
             return entry.table in self._tables
@@ -396,9 +395,7 @@ class LocalServer(ServerPort):
         if isinstance(event, m.MakeTable):
             self._tables[event.table] = ServedTable(event.handle, event.layout, self.shard, geometry)
             return with_content(event, self._folder, self.shard)
-        if isinstance(event, m.Dial):
-            self._dials.add(event.number)
-        elif isinstance(event, m.JoinTable):
+        if isinstance(event, m.JoinTable):
             self._tables[event.table].join(event, geometry)
         elif isinstance(event, m.JoinLoader):
             self._readers.update((event.loader, learner) for learner in event.learners)

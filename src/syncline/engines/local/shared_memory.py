@@ -28,11 +28,31 @@ YIELDS = {"learner": 1000, "shard": 200}
 core costs more than either."""
 
 
-class Region:
+def whole_pages(nbytes: int) -> int:
+    """At least one; a region of so many bytes holds just that."""
+    return max(PAGE, -(-nbytes // PAGE) * PAGE)
+
+
+class _Descriptor:
+    """What other processes get by its descriptor, which goes with it."""
+
+    fd = -1
+
+    def close(self) -> None:
+        """Give the descriptor back; a mapping goes with its last user."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Region(_Descriptor):
     """A block of shared memory (`memfd_create`): as bytes, as words, as a uint8 tensor."""
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
-        self.nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        self.nbytes = whole_pages(nbytes)
         if fd is None:
             fd = os.memfd_create("syncline", os.MFD_CLOEXEC)
             try:
@@ -48,12 +68,6 @@ class Region:
     def tensor(self) -> Tensor:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def close(self) -> None:
-        """Give the descriptor back; the mapping goes with its last user."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
     def release(self) -> None:
         """Unmap now (a mapping holds a descriptor of its own); legal where no tensor looks at it."""
         self.close()
@@ -61,12 +75,8 @@ class Region:
         self.bytes.release()
         self._map.close()
 
-    def __del__(self) -> None:
-        if "fd" in self.__dict__:
-            self.close()
 
-
-class WakeUp:
+class WakeUp(_Descriptor):
     """Wakes one sleeping process; ringing never blocks and is never lost."""
 
     def __init__(self, fd: int | None = None) -> None:
@@ -79,15 +89,6 @@ class WakeUp:
     def quiet(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def __del__(self) -> None:
-        if "fd" in self.__dict__:
-            self.close()
 
 
 class Waiter:

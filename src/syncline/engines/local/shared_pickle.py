@@ -42,7 +42,6 @@ class Parcel:
     """A packed object: its pickle, its bulk data, its descriptors."""
 
     pickled: bytes
-    sizes: list[int]
     inline: bytes
     fds: list[int] = dataclasses.field(default_factory=list)  # the bulk file first, if there is one
     bulk: int = -1  # size of the bulk file, -1: none
@@ -219,10 +218,8 @@ def pack(obj: Any, *, mapped: bool = False) -> Parcel:
         if place is None:
             buffers.append(memory.used)
     head = pickle.dumps((file.getvalue(), sources, files.mappings))
-    parcel = Parcel(
-        head, [buffer.nbytes for buffer in buffers], b"", files.descriptors, -1, len(files.descriptors)
-    )
-    if sum(parcel.sizes) <= INLINE:
+    parcel = Parcel(head, b"", files.descriptors, -1, len(files.descriptors))
+    if sum(buffer.nbytes for buffer in buffers) <= INLINE:
         parcel.inline = b"".join(bytes(buffer) + bytes(-buffer.nbytes % ALIGN) for buffer in buffers)
     else:
         try:

@@ -175,7 +175,7 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
             host.end_servers()
         self._start_servers({learner: self.sites[learner] for learner in self.learners}, again=True)
         for number in self._open:  # the shards that were asked are gone
-            self.host.tell_shard(0, m.AskStatistics(number))
+            self.servers[0].channel.post(m.AskStatistics(number))
 
     def start_learner(self, learner: int, rank: int) -> None:
         site = self.sites[learner] = self._site_for(rank)
@@ -364,7 +364,7 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
 
     def _questioned(self, number: int) -> None:
         self._open[number] = time.monotonic()
-        self.host.tell_shard(0, m.AskStatistics(number))
+        self.servers[0].channel.post(m.AskStatistics(number))
 
     def _tell_statistics(self, statistics: m.Statistics) -> None:
         self._open.pop(statistics.number, None)

@@ -83,7 +83,7 @@ class ObjectConnection(Connection):
             return
         parcel = message if isinstance(message, Parcel) else pack(message)
         assert len(parcel.fds) == (parcel.bulk >= 0), "no descriptor leaves its machine"
-        head = pickle.dumps((parcel.pickled, parcel.sizes, parcel.inline, parcel.bulk))
+        head = pickle.dumps((parcel.pickled, parcel.inline, parcel.bulk))
         with contextlib.suppress(Lost), self._telling:
             self.send(Kind.SAID, head, place=place)
             if parcel.bulk >= 0:
@@ -109,8 +109,8 @@ class ObjectConnection(Connection):
             return found
         if frame.kind != Kind.SAID:
             return None
-        pickled, sizes, inline, bulk = pickle.loads(frame.body)
-        parcel = Parcel(pickled, sizes, inline, [], bulk, int(bulk >= 0))
+        pickled, inline, bulk = pickle.loads(frame.body)
+        parcel = Parcel(pickled, inline, [], bulk, int(bulk >= 0))
         if bulk < 0:
             return frame.place, parcel
         self._began = (frame.place, parcel)

@@ -140,7 +140,6 @@ class RemoteHost(Host):
     introduce = _passed_on("introduce")
     forget = _passed_on("forget")
     initialise = _passed_on("initialise")
-    tell_shard = _passed_on("tell_shard")
     reply = _passed_on("reply")
     announce = _passed_on("announce")
     lose_site = _passed_on("lose_site")

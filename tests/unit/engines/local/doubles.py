@@ -28,7 +28,7 @@ ONE_SHARD = Servers(1, True)
 def unpack_again(parcel: Parcel) -> Any:
     """As another process would: with descriptors of its own."""
     fds = [os.dup(fd) for fd in parcel.fds]
-    return unpack(Parcel(parcel.pickled, parcel.sizes, parcel.inline, fds, parcel.bulk))
+    return unpack(Parcel(parcel.pickled, parcel.inline, fds, parcel.bulk))
 
 
 def sent(message: Any) -> Any:

@@ -18,13 +18,11 @@ from syncline.engines.local import batch_processes as processes
 from syncline.engines.local.batch_processes import (
     BatchLearnerSpec,
     BatchShardSpec,
-    Pool,
     run_batch_learner,
     run_batch_shard,
-    slot_bytes,
 )
 from syncline.engines.local.control_channel import NOTHING
-from syncline.engines.local.shared_memory import PAGE, Region
+from syncline.engines.local.shared_memory import Region, whole_pages
 from syncline.engines.run import Task
 from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
@@ -33,14 +31,9 @@ from tests.unit.engines.local.doubles import Post, layout_of
 LAYOUT = layout_of(5, 3000, shards=2)
 
 
-@pytest.mark.parametrize("nbytes, expected", [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
-def test_a_slot_is_whole_pages(nbytes: int, expected: int) -> None:
-    assert slot_bytes(nbytes) == expected
-
-
 def pool(slots: int, first: float) -> Region:
     """Of so many slots, filled with numbers from the first on."""
-    size = slot_bytes(LAYOUT.parameters.nbytes)
+    size = whole_pages(LAYOUT.parameters.nbytes)
     region = Region(slots * size)
     assert region.nbytes == slots * size
     for slot in range(slots):
@@ -77,7 +70,7 @@ def test_a_shard_adds_sums_to_its_own_part_in_the_order_that_it_is_told() -> Non
 
 
 def test_slots_that_come_later_have_the_next_numbers() -> None:
-    said, spec = shard(Pool(pool(3, 50.0)), b.Add(4, "g", True), b.Run(1, (c.Copy("x", "g"),)))
+    said, spec = shard(pool(3, 50.0), b.Add(4, "g", True), b.Run(1, (c.Copy("x", "g"),)))
     assert said[1] == b.Added(1, 4)
     assert values(LAYOUT.parts[1].segments(LAYOUT.parameters.segments(spec.point.tensor()))) == [52.0]
 
@@ -193,7 +186,7 @@ def test_a_cancel_that_comes_after_the_answer_is_not_answered_again() -> None:
 
 
 def test_sums_go_into_slots_that_came_later() -> None:
-    assert ("begin", 41.0) in learner(Pool(pool(2, 40.0)), give(1, 5, range(1), slot=3))[1]
+    assert ("begin", 41.0) in learner(pool(2, 40.0), give(1, 5, range(1), slot=3))[1]
 
 
 def test_what_a_learner_raises_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

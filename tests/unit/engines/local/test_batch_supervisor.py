@@ -16,8 +16,8 @@ from syncline.batch import messages as b
 from syncline.batch.coordinator import slots_of
 from syncline.batch.portions import Samples
 from syncline.dial import Sync
-from syncline.engines.local.batch_processes import Pool, slot_bytes
 from syncline.engines.local.batch_supervisor import BatchSupervisor
+from syncline.engines.local.shared_memory import Region, whole_pages
 from syncline.errors import LearnerError, LostError, LostWarning, RunError, UsageError
 from syncline.learn.portion_worker import BatchPlan, batch_layout
 from tests.unit.engines.local.doubles import Children, Story, lives, said_to, spec_of
@@ -208,14 +208,14 @@ def test_learners_that_are_added_come_with_room_for_their_sums(monkeypatch: pyte
 
     def story(children: Children) -> Story:
         parties = Parties(children)
-        size = slot_bytes(run.spec.batch.layout.parameters.nbytes)  # type: ignore[union-attr]
+        size = whole_pages(run.spec.batch.layout.parameters.nbytes)  # type: ignore[union-attr]
         assert [region.nbytes // size for region in children.spec_of("shard").pools] == [
             slots_of(2, deterministic=False)
         ]
         run.add_learners(2)
         yield
-        assert [pool.region.nbytes // size for pool in parties.told("shard", 1, Pool)] == [4]
-        assert len(parties.told("learner", 0, Pool)) == 1 and not parties.told("learner", 3, Pool)
+        assert [pool.nbytes // size for pool in parties.told("shard", 1, Region)] == [4]
+        assert len(parties.told("learner", 0, Region)) == 1 and not parties.told("learner", 3, Region)
         assert len(children.spec_of("learner", 3).pools) == 2
         run.fail(RunError("enough"))
 

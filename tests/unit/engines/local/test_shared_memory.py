@@ -2,8 +2,11 @@
 
 import os
 import time
+from collections.abc import Callable
 
-from syncline.engines.local.shared_memory import Waiter, WakeUp
+import pytest
+
+from syncline.engines.local.shared_memory import PAGE, Region, Waiter, WakeUp, whole_pages
 
 
 def test_a_loop_that_always_finds_work_while_it_yields_still_listens() -> None:
@@ -20,3 +23,21 @@ def test_a_loop_that_always_finds_work_while_it_yields_still_listens() -> None:
     for end in (mine, other):
         os.close(end)
     bell.close()
+
+
+@pytest.mark.parametrize("nbytes, expected", [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
+def test_a_region_is_whole_pages(nbytes: int, expected: int) -> None:
+    assert whole_pages(nbytes) == Region(nbytes).nbytes == expected
+
+
+@pytest.mark.parametrize("make", [lambda: Region(8), WakeUp])
+def test_a_descriptor_is_given_back_once_and_with_its_owner_at_last(
+    make: Callable[[], Region | WakeUp],
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    made, other = make(), make()
+    made.close()
+    made.close()
+    assert made.fd == -1
+    del made, other
+    assert set(os.listdir("/proc/self/fd")) <= before

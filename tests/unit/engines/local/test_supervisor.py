@@ -308,7 +308,6 @@ class Elsewhere(Host):
             "forget",
             "initialise",
             "tell_shards",
-            "tell_shard",
             "reply",
             "announce",
             "kill",
