@@ -96,11 +96,8 @@ class FlatSGD:
             return None
         if plan.momentum:
             state = self._optimizer.state.get(parameters[0])
-            # the optimizer's momentum is still what `_adopt` made of it
-            adopted = (
-                state is not None and self._first is not None and state.get("momentum_buffer") is self._first
-            )
-            if not adopted:
+            kept = state.get("momentum_buffer") if state is not None else None
+            if kept is None or kept is not self._first:  # it is not what `_adopt` made of it
                 if not self._adopt(parameters):
                     return None
                 self._plans.clear()
