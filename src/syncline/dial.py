@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -135,10 +135,6 @@ class Sync:
                 "local_lr=0.1 with a rate of your own"
             )
 
-    def record(self) -> dict[str, Any]:
-        """All fields as plain values; `Sync(**record)` is equal."""
-        return asdict(self)
-
     def _known(self, batch_size: int | None) -> int:
         if batch_size is None:
             raise DialError(
@@ -209,10 +205,9 @@ class Course:
 
 
 def _check_values(sync: Sync) -> None:
-    if not isinstance(sync.one_from_each, bool):
-        raise DialError(f"one_from_each must be True or False, got {sync.one_from_each!r}")
-    if not isinstance(sync.auto, bool):
-        raise DialError(f"auto must be True or False, got {sync.auto!r}")
+    for name in ("one_from_each", "auto"):
+        if not isinstance(getattr(sync, name), bool):
+            raise DialError(f"{name} must be True or False, got {getattr(sync, name)!r}")
     for name, least in (("backup", 0), ("push", 1), ("fetch", 1)):
         _check_whole(name, getattr(sync, name), least)
     for name, least in (("splits", 1), ("lead", 0), ("slack", 0), ("reference_batch", 1)):
@@ -287,12 +282,8 @@ class Preset:
 
     def covers(self, sync: Sync) -> bool:
         """Some text of this preset gives this record."""
-        free = {self.value, *self.options}
-        if any(
-            getattr(sync, f.name) != getattr(self.base, f.name)
-            for f in fields(Sync)
-            if f.name not in free and f.name != "auto"
-        ):
+        fixed = {f.name for f in fields(Sync)} - {self.value, "auto", *self.options}
+        if any(getattr(sync, name) != getattr(self.base, name) for name in fixed):
             return False
         number = getattr(sync, self.value) if self.value else self.least
         return number is not None and number >= self.least and (self.adapts or not sync.auto)

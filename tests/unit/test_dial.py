@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
 import pytest
@@ -394,7 +394,7 @@ def test_a_learners_error_keeps_rank_and_traceback_across_processes() -> None:
 def test_a_delay_that_adapts() -> None:
     dial = Sync.parse("delayed:auto<=3")
     assert dial == Sync(one_from_each=True, lead=3, auto=True) and str(dial) == "delayed:auto<=3"
-    assert dial.delay == 3 and Sync(**dial.record()) == dial
+    assert dial.delay == 3 and Sync(**asdict(dial)) == dial
     assert str(Sync.parse("delayed:auto<=2,reference_batch=8")) == "delayed:auto<=2,reference_batch=8"
     for text in ("delayed:auto<=0", "delayed:auto<=x", "softsync:auto<=2", "delayed:auto"):
         with pytest.raises(DialError):

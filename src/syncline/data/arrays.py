@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from syncline.data.images import as_folder, check_choice
+from syncline.data.images import SPLITS, as_folder, check_choice
 from syncline.errors import UsageError
 
 LOCAL_HEADER = 30  # bytes before a zip member's name
@@ -103,7 +103,7 @@ def arrays(
     In a folder the names are files (`x_train.npy`), or members of the one .npz that it holds. `scale` turns
     the first array into float32 divided by it, as 255 for pixels.
     """
-    check_choice("split", split, ("train", "test"))
+    check_choice("split", split, SPLITS)
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < float("inf")):
         raise UsageError(f"scale must be a number > 0, got {scale!r}")
     wanted = [f"x_{split}", f"y_{split}"] if names is None else names

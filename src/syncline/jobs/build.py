@@ -50,10 +50,10 @@ def build(job: Job) -> dict[str, Any]:
     made["sync"] = Sync(**job.sync) if isinstance(job.sync, dict) else job.sync
     plainly_named = ":" not in job.engine.name and not job.engine.arguments
     made["engine"] = job.engine.name if plainly_named else _make(job, "engine")
-    made["data"] = _data(job, "data")
+    made["data"] = _make(job, "data")
     made["collate"] = _function(job, "collate", job.collate)
     made["model"] = _net(job, made) if job.layers else _make(job, "model")
-    made["evaluate"] = _data(job, "evaluate") if job.evaluate else None
+    made["evaluate"] = _evaluation(job, job.evaluate) if job.evaluate else None
     for key in ("loss", "objective", "regulariser", "optimizer", "schedule"):
         made[key] = _function(job, key, getattr(job, key))
     if job.layers:
@@ -125,11 +125,9 @@ def _by_layer(job: Job, made: dict[str, Any]) -> Any:
     return partial(by_layer, make=made["optimizer"])
 
 
-def _data(job: Job, key: str) -> Any:
-    named: Named = getattr(job, key)
-    if key == "evaluate" and takes_model(resolve(named.name, NAMES[key], job.source.folder)):
-        return _function(job, key, named)
-    return _make(job, key)
+def _evaluation(job: Job, named: Named) -> Any:
+    ours = takes_model(resolve(named.name, NAMES["evaluate"], job.source.folder))
+    return _function(job, "evaluate", named) if ours else _make(job, "evaluate")
 
 
 # -- the trial -----------------------------------------------------------------------------------------------

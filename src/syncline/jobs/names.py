@@ -20,12 +20,10 @@ from syncline import models
 from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from syncline.data import DATASETS
 from syncline.dial import nearest
-from syncline.engines.local.engine import Local
-from syncline.engines.ray.engine import Ray
 from syncline.errors import UsageError
 from syncline.learn.gradient_ways import REGULARISERS
 from syncline.nn.layers import LOSSES
-from syncline.sim.engine import Sim
+from syncline.train.spec import ENGINES
 
 Names = Mapping[str, Callable[..., Any]]
 
@@ -56,7 +54,6 @@ SCHEDULES: Names = {
     "constant": lr_scheduler.ConstantLR,
     "polynomial": lr_scheduler.PolynomialLR,
 }
-ENGINES: Names = {"local": Local, "ray": Ray, "sim": Sim}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

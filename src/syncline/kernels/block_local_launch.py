@@ -141,18 +141,18 @@ def gradient_tiles(geometry: Geometry, count: int, dtype: torch.dtype, *, update
         kept = count <= sum(images)
         return Tiles(rows=(PLAIN, 0), images=images, columns=64, warps=4, stages=2 if kept else 1)
     odd = geometry.rows % 64 != 0
-    most = 2 if updates and odd else 1 if updates else 0
-    copied = _copied(geometry, dtype, most=most)
     if odd and (geometry.rows % 144 == 0 and (pairs == 2 or not updates)):
         columns, warps = (64, 8) if updates else (128, 4)
         copied = _copied(geometry, dtype, most=1 if updates else 2)
         tiles = Tiles(rows=(128, 16), images=images, columns=columns, warps=warps, stages=3, copied=copied)
     elif odd:
-        copied = copied if geometry.rows % 32 == 0 else min(copied, 1)
+        most = 2 if geometry.rows % 32 == 0 else 1
+        copied = _copied(geometry, dtype, most=most if updates else 0)
         tiles = Tiles(rows=(32, 0), images=images, columns=128, warps=4, stages=2, copied=copied)
     else:
         rows = 128 if pairs == 2 and geometry.rows % 128 == 0 else 64
         warps = 8 if rows == 128 else 4
+        copied = _copied(geometry, dtype, most=int(updates))
         tiles = Tiles(rows=(rows, 0), images=images, columns=64, warps=warps, stages=3, copied=copied)
     programs = geometry.blocks * -(-geometry.rows // sum(tiles.rows))
     # small programs pay where no second pair is to be kept

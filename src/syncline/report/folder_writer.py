@@ -60,8 +60,9 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 class Recording:
     """The folder of one run while it is written; `record` is what it holds, for displays."""
 
-    def __init__(self, folder: Path, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
+    def __init__(self, checkpoints: str, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
         restored = spec.storage.restored
+        folder = Path(checkpoints).parent
         self.folder, self._model = folder, model
         self.record = RunRecord(folder)
         self.problem = ""  # why something could not be written
@@ -297,11 +298,6 @@ class Recording:
         text = f"the run folder is not complete: {words}. The run goes on; this is said once."
         with suppress(SynclineWarning):  # warnings may be errors here, and this thread has to go on
             warnings.warn(text, SynclineWarning, stacklevel=2)
-
-
-def record_run(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Recording | None:
-    """A recording for a run that has a folder."""
-    return Recording(Path(spec.storage.folder).parent, spec, engine, model) if spec.storage.folder else None
 
 
 # -- records to lines ------------------------------------------------------------------------------------------

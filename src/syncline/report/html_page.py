@@ -138,11 +138,9 @@ def _subtitle(record: RunRecord) -> str:
 
 def _numbers(record: RunRecord) -> str:
     last, staleness = record.last, record.staleness
-    shown: list[tuple[str, str]] = []
-    for name in record.metrics:
-        if points := record.metric(name):
-            shown.append((measure(name, points[-1][2]), name))
-    shown += [
+    measured = [(name, points[-1][2]) for name in record.metrics if (points := record.metric(name))]
+    shown = [
+        *((measure(name, value), name) for name, value in measured),
         (f"{len(record.epochs)}", f"{record.word}s"),
         (f"{last.get('version', 0):,}", "updates"),
         (f"{last.get('gradients', 0):,}", "gradients folded"),

@@ -40,10 +40,8 @@ class RunRecord:
     starts: list[Line] = field(default_factory=list)
     last_time: float = 0.0  # of the last line, by the machine's clock
     seconds: float = 0.0
-    earlier: tuple[frozenset[int], int] = (
-        frozenset(),
-        0,
-    )  # epochs, and how many events, before the last start
+    # epochs, and how many events, before the last start
+    earlier: tuple[frozenset[int], int] = (frozenset(), 0)
     _offset: float = 0.0  # seconds of the sessions before this one
 
     def feed(self, line: Line) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from xml.etree import ElementTree
 
@@ -61,7 +61,7 @@ class Scale:
     low: float
     high: float
     log: bool = False
-    ticks: tuple[float, ...] = field(default=())
+    ticks: tuple[float, ...] = ()
 
     def place(self, value: float, start: float, end: float) -> float:
         low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))

@@ -207,7 +207,7 @@ def manifest(
     return {
         "seed": seed,
         "sync": sync,
-        "chosen": [[dial.record(), epoch] for dial, epoch in chosen],
+        "chosen": [[asdict(dial), epoch] for dial, epoch in chosen],
         "learners": learners,
         "tables": [
             {

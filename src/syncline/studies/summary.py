@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from syncline.studies.grid import StudyRow
@@ -61,20 +62,16 @@ def places(rows: Iterable[StudyRow], column: str | None) -> list[RankedPoint]:
                 learners=learners,
                 batch_size=batch_size,
                 runs=len(found),
-                value=_mean(values) if known else None,
+                value=fmean(values) if known else None,
                 low=min(values) if known else None,
                 high=max(values) if known else None,
-                seconds=_mean([row.seconds or 0.0 for row in found]),
-                staleness=_mean([row.mean_staleness or 0.0 for row in found]),
-                throughput=_mean([row.throughput or 0.0 for row in found]),
-                updates=round(_mean([row.updates or 0 for row in found])),
+                seconds=fmean(row.seconds or 0.0 for row in found),
+                staleness=fmean(row.mean_staleness or 0.0 for row in found),
+                throughput=fmean(row.throughput or 0.0 for row in found),
+                updates=round(fmean(row.updates or 0 for row in found)),
             )
         )
     return ranked
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 # -- the best --------------------------------------------------------------------------------------------------
@@ -119,12 +116,12 @@ class EqualProductGroup:
 
     @property
     def mean(self) -> float | None:
-        return self.of(_mean)
+        return self.of(fmean)
 
     @property
     def middle(self) -> float:
         """The geometric mean of their μλ."""
-        return math.exp(_mean([math.log(each.mu_lambda) for each in self.places]))
+        return math.exp(fmean(math.log(each.mu_lambda) for each in self.places))
 
     @property
     def fastest(self) -> RankedPoint:

@@ -34,7 +34,7 @@ from torch import Tensor
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
 from syncline.table.nested_optimizers import PREFIX, Kept, keep
-from syncline.table.optimizer_template import OptimizerTemplate, PieceState
+from syncline.table.optimizer_template import OptimizerTemplate, PieceState, join_states
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 FIRST = -1  # in place of a checkpoint's number: the first values of a table
@@ -471,16 +471,8 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
     if not fit or len(kinds) != 1 or pieces[0][1].dtype != DTYPES[entry.dtype]:
         raise CheckpointError(f"pieces of {entry} are missing, overlap or differ: {spans} with {kinds}")
 
-    def join(values: Sequence[Tensor]) -> Tensor:
-        return torch.cat([value.reshape(-1) for value in values]).view(entry.shape)
-
-    joined = dict(pieces[0][2])
-    for key in joined if len(pieces) > 1 else ():
-        values = [state[key] for _, _, state in pieces]
-        shapes = [value.shape if isinstance(value, Tensor) else None for value in values]
-        if shapes == [(value.numel(),) for _, value, _ in pieces]:
-            joined[key] = join(values)
-    return join([value for _, value, _ in pieces]), joined
+    values, states = [value.reshape(-1) for _, value, _ in pieces], [state for *_, state in pieces]
+    return torch.cat(values).view(entry.shape), join_states(entry.shape, list(map(len, values)), states)
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:

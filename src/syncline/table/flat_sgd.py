@@ -96,11 +96,8 @@ class FlatSGD:
             return None
         if plan.momentum:
             state = self._optimizer.state.get(parameters[0])
-            # the optimizer's momentum is still what `_adopt` made of it
-            adopted = (
-                state is not None and self._first is not None and state.get("momentum_buffer") is self._first
-            )
-            if not adopted:
+            kept = state.get("momentum_buffer") if state is not None else None
+            if kept is None or kept is not self._first:  # it is not what `_adopt` made of it
                 if not self._adopt(parameters):
                     return None
                 self._plans.clear()
@@ -157,8 +154,7 @@ class FlatSGD:
         if each is None:
             each = self._kept[relative] = [torch.zeros_like(segment) for segment in self.weights]
             for piece, parameter in zip(self._part.pieces, parameters, strict=True):
-                end = piece.position + piece.stop - piece.start
-                each[piece.segment][piece.position : end] = relative[self._group[id(parameter)]]
+                piece.of(each).fill_(relative[self._group[id(parameter)]])
         return _Rates(scale, each)
 
     def _adopt(self, parameters: Sequence[Tensor]) -> bool:
@@ -169,8 +165,7 @@ class FlatSGD:
             return False
         self.momentum = [torch.zeros_like(segment) for segment in self.weights]
         for piece, parameter, buffer in zip(self._part.pieces, parameters, buffers, strict=True):
-            end = piece.position + piece.stop - piece.start
-            view = self.momentum[piece.segment][piece.position : end].view_as(parameter)
+            view = piece.of(self.momentum).view_as(parameter)
             view.copy_(buffer)  # type: ignore[arg-type]
             state[parameter]["momentum_buffer"] = view
         self._first = state[parameters[0]]["momentum_buffer"]

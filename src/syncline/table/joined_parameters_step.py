@@ -157,16 +157,14 @@ def _runs(
     chunks: list[tuple[tuple[int, int], list[tuple[nn.Parameter, Piece]]]] = []
     for parameter, piece in zip(parameters, part.pieces, strict=True):
         key = group_of[id(parameter)], piece.segment
-        end = piece.position + piece.stop - piece.start
         last = chunks[-1] if chunks else None
-        if last is not None and last[0] == key and end - last[1][0][1].position <= most:
+        if last is not None and last[0] == key and piece.end - last[1][0][1].position <= most:
             last[1].append((parameter, piece))
         else:
             chunks.append((key, [(parameter, piece)]))
     runs = []
     for (group, segment), pieces in chunks:
-        start, final = pieces[0][1].position, pieces[-1][1]
-        stop = final.position + final.stop - final.start
+        start, stop = pieces[0][1].position, pieces[-1][1].end
         flat = nn.Parameter(weights[segment][start:stop].detach())
         runs.append(_Run(group, segment, start, stop, pieces, flat))
     return runs

@@ -140,6 +140,15 @@ class Piece:
     position: int  # first element, in that slice
     whole: bool
 
+    @property
+    def end(self) -> int:
+        """In that slice."""
+        return self.position + self.stop - self.start
+
+    def of(self, own: Sequence[Tensor]) -> Tensor:
+        """Over the shard's slices, flat."""
+        return own[self.segment][self.position : self.end]
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -155,7 +164,7 @@ class Part:
         """One tensor per piece over the shard's slices; whole entries in their shape, others flat."""
         views = []
         for piece in self.pieces:
-            flat = own[piece.segment][piece.position : piece.position + piece.stop - piece.start]
+            flat = piece.of(own)
             views.append(flat.view(entries[piece.entry].shape) if piece.whole else flat)
         return views
 

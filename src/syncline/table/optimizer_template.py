@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline.errors import LayoutError
 from syncline.table.layout import Layout, Part, Piece
-from syncline.table.nested_optimizers import Kept, attributes, look, packed, take_up, unpacked
+from syncline.table.nested_optimizers import Kept, attributes, look, packed, parameters_of, take_up, unpacked
 
 ELEMENTWISE: tuple[type, ...] = (
     torch.optim.SGD,
@@ -59,7 +59,7 @@ class OptimizerTemplate:
             refuse_unsupported(each)
         if held.wraps:
             return cls(type(optimizer), {}, group_options(optimizer), {}, whole=packed(optimizer))
-        index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        index = {id(parameter): i for i, parameter in enumerate(parameters_of(optimizer))}
         if other := homeless(optimizer):
             raise LayoutError(
                 f"{type(optimizer).__name__} begins with a state under {other!r}, which is no parameter of its groups and "
@@ -198,9 +198,9 @@ def beside(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 def piece_states(
     optimizer: torch.optim.Optimizer, part: Part, parameters: Sequence[nn.Parameter]
 ) -> PieceState:
-    """A shard's optimizer state by piece, copied."""
+    """A shard's optimizer state by piece; no tensor is copied."""
     return {
-        (piece.entry, piece.start, piece.stop): {key: to_host(value) for key, value in state.items()}
+        (piece.entry, piece.start, piece.stop): dict(state)
         for piece, parameter in zip(part.pieces, parameters, strict=True)
         if (state := optimizer.state.get(parameter))
     }
@@ -208,31 +208,31 @@ def piece_states(
 
 def merge(layout: Layout, options: Options, shards: Sequence[PieceState]) -> dict[str, Any]:
     """Plain PyTorch's `state_dict` from the states of all shards."""
-    by_entry: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    by_entry: dict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
     for pieces in shards:
-        for (entry, start, _), state in pieces.items():
-            by_entry[entry].append((start, state))
+        for (entry, start, stop), state in pieces.items():
+            by_entry[entry].append((start, stop, state))
     numbers = {entry: number for number, entry in enumerate(i for group in layout.groups for i in group)}
-    joined = {numbers[entry]: _join(layout, entry, parts) for entry, parts in sorted(by_entry.items())}
+    joined: dict[int, dict[str, Any]] = {}
+    for entry, parts in sorted(by_entry.items()):
+        parts.sort(key=lambda part: part[0])
+        lengths, states = [stop - start for start, stop, _ in parts], [state for *_, state in parts]
+        joined[numbers[entry]] = join_states(layout.parameters.entries[entry].shape, lengths, states)
     groups = []
     for indices, option in zip(layout.groups, options, strict=True):
         groups.append({**option, "params": [numbers[index] for index in indices]})
     return {"state": joined, "param_groups": groups}
 
 
-def _join(layout: Layout, index: int, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    parts.sort(key=lambda part: part[0])
-    first = parts[0][1]
-    if len(parts) == 1:
-        return first
-    joined: dict[str, Any] = {}
-    for key, value in first.items():
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() > 1:
-            joined[key] = torch.cat([state[key] for _, state in parts]).view(
-                layout.parameters.entries[index].shape
-            )
-        else:
-            joined[key] = value
+def join_states(
+    shape: Sequence[int], lengths: Sequence[int], states: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """An entry's state from that of its pieces, in order: what has the pieces' lengths is joined, other state is the first's."""
+    joined = dict(states[0])
+    for key in joined if len(states) > 1 else ():
+        values = [state[key] for state in states]
+        if [v.shape if isinstance(v, Tensor) else None for v in values] == [(n,) for n in lengths]:
+            joined[key] = torch.cat(values).view(*shape)
     return joined
 
 

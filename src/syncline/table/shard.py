@@ -29,6 +29,7 @@ from syncline.table.optimizer_template import (
     homeless,
     is_torchs,
     piece_states,
+    to_host,
 )
 from syncline.table.parameter_groups import Groups
 from syncline.table.store import Store, VersionMemory, copy_segments
@@ -260,12 +261,7 @@ class Shard:
                 f"optimizer state under {other!r} belongs to no parameter, and cannot be kept"
             )
         else:
-            states = {
-                (piece.entry, piece.start, piece.stop): dict(state)
-                for piece, parameter in zip(part.pieces, parameters, strict=True)
-                if (state := self.optimizer.state.get(parameter))
-            }
-            live, notes = piece_tensors(part, views, states)
+            live, notes = piece_tensors(part, views, piece_states(self.optimizer, part, parameters))
             notes |= groups
         for name, tensor in live.items():
             kept = self._copies.get(name)
@@ -277,7 +273,11 @@ class Shard:
 
     def state(self) -> tuple[Options, PieceState]:
         self._look()
-        return self._groups.values(), piece_states(self.optimizer, self.part, self.parameters)
+        live = piece_states(self.optimizer, self.part, self.parameters)
+        copied = {
+            piece: {key: to_host(value) for key, value in state.items()} for piece, state in live.items()
+        }
+        return self._groups.values(), copied
 
     def own_options(self) -> Options:
         """Of the groups, what the optimizer itself has changed."""

@@ -41,7 +41,9 @@ def batches_of(
     if isinstance(parse_topology(topology), AllReduce):
         check_joint(None, joint, learners)
         return -(-joint // learners), joint
-    return max(batch_of_each(None, joint, learners, dial) for _, dial in Course.of(sync).dials), None
+    for _, dial in Course.of(sync).dials:  # all in lockstep, or refused: the same for each
+        batch_size = batch_of_each(None, joint, learners, dial)
+    return batch_size, None
 
 
 def check_loop(
@@ -102,9 +104,8 @@ def built(model: Any, seed: int) -> tuple[nn.Module, Model]:
     """The model, and what learners get: a function makes it there anew, so it need not travel."""
     check_seed(seed)
     sent = model if isinstance(model, nn.Module) or not callable(model) else ModelFactory(model, seed)
-    found = sent
-    if isinstance(sent, ModelFactory):
-        found = attempt("the function that makes the model", sent)
+    made = isinstance(sent, ModelFactory)
+    found = attempt("the function that makes the model", sent) if made else sent
     if not isinstance(found, nn.Module):
         raise UsageError(
             f"model must be an nn.Module or a callable that makes one, got {type(found).__name__}"

@@ -30,7 +30,7 @@ from syncline.learn.server_session import check_whole, refuse_weighted
 from syncline.learn.train_and_evaluate import Training
 from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
-from syncline.report.folder_writer import record_run
+from syncline.report.folder_writer import Recording
 from syncline.topologies import Trees
 
 HEEDED = (signal.SIGINT, signal.SIGTERM)
@@ -137,8 +137,9 @@ class Run:
         self._own = self._plan is not None and not isinstance(self._plan.model, nn.Module)  # not the caller's
         self._changes = 0
         try:
-            self.recording = record_run(spec, engine, model)  # None without a run folder
-            if self.recording is not None:
+            self.recording: Recording | None = None  # of a run that has a folder
+            if spec.storage.folder is not None:
+                self.recording = Recording(spec.storage.folder, spec, engine, model)
                 spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
             self._handle: Handle = engine.start(spec)
         except BaseException:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import syncline as sl
-from syncline.jobs import KEYS, NAMES, Job, JobError, Named
-from syncline.train import ENGINES
+from syncline.jobs import KEYS, Job, JobError, Named
 from tests.unit.jobs.own_job import SMALL
 
 # -- the record ----------------------------------------------------------------------------------------------
@@ -38,10 +37,6 @@ def test_defaults_of_record_and_reference_are_the_same() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
     for key in KEYS:
         assert defaults[key.name] == (dataclasses.MISSING if key.required else key.default), key.name
-
-
-def test_engines_are_those_of_train() -> None:
-    assert dict(NAMES["engine"].names) == ENGINES
 
 
 def test_a_job_in_python_is_checked_too() -> None:
