@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MadeUpPool:
-    """Every run ends at once; those in `fate` do otherwise."""
+    """Every run ends at once, the first one last; those in `fate` do otherwise."""
 
     fate: dict[tuple[str, int], str]
     asked: list[tuple[list[Point], int]]
@@ -58,7 +58,7 @@ class MadeUpPool:
 
     def run(self, points: list[Point]) -> Iterator[list[News]]:
         self.asked.append((list(points), self._jobs))
-        for point in points:
+        for point in (*points[1:], *points[:1]):
             yield [News("started", point), News("moved", point, 0.5)]
             match self.fate.get((point.sync, point.learners)):
                 case "fails":
@@ -66,8 +66,9 @@ class MadeUpPool:
                 case "dies":
                     self._log.write_text("its last words")
                     yield [News("died", point, "its process ended with SIGKILL")]
-                case "is interrupted":
-                    signal.raise_signal(signal.SIGINT)
+                case "is interrupted" | "is interrupted twice" as how:
+                    for _ in how.split()[1:]:
+                        signal.raise_signal(signal.SIGINT)
                     yield [News("ended", point, row(point))]
                 case _:
                     yield [News("ended", point, row(point))]
@@ -103,7 +104,7 @@ def test_every_combination_that_can_be_is_run_once_and_the_same_again_runs_none(
     assert [(each.sync, each.learners) for each in points] == LEFT and workers == 3, "no more than runs"
     assert "left out: softsync:2 with 1 learners" in said
     assert "out: mlp on digits, 2 epochs each, simulated on p775: 3 runs with 3 workers\n" in said
-    assert said.index("2/3  async λ 1") < said.index("3/3  async λ 3") < said.index("lowest test error")
+    assert said.index("1/3  async λ 1") < said.index("3/3  softsync:2 λ 3") < said.index("lowest test error")
     assert Path("out/tradeoff.svg").exists() and not Path("out", LOG).exists(), "nobody said anything"
     again, said = done()
     assert again == 0 and len(pool.asked) == 1 and "no run is left, 3 were done before" in said
@@ -127,14 +128,21 @@ def test_a_run_that_fails_and_a_worker_that_dies_stop_no_other(pool: type[MadeUp
 
 
 def test_ctrl_c_keeps_the_row_that_came_with_it_and_begins_no_other(pool: type[MadeUpPool]) -> None:
-    pool.fate = {("async", 1): "is interrupted"}
+    pool.fate = {("async", 3): "is interrupted"}
     before = signal.getsignal(signal.SIGINT)
     code, said = done()
-    assert code == INTERRUPTED and rows() == LEFT[:2]
+    assert code == INTERRUPTED and rows() == LEFT[1:]
     assert "2 of 3 runs are done; the same command goes on with the rest" in said
     assert signal.getsignal(signal.SIGINT) is before and Path("out/tradeoff.svg").exists()
     pool.fate = {}
     assert done()[0] == 0 and rows() == LEFT and len(pool.asked[1][0]) == 1
+
+
+def test_a_second_ctrl_c_does_not_wait(pool: type[MadeUpPool]) -> None:
+    pool.fate = {("async", 3): "is interrupted twice"}
+    with pytest.raises(KeyboardInterrupt):
+        done()
+    assert rows() == [("async", 1)] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
