@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 import syncline as sl
 from syncline.engines import checkpoint_writer as files
 from syncline.errors import LearnerError, UsageError
+from syncline.report.run_record import read_run
 from syncline.table.checkpoints import CheckpointError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -260,6 +261,20 @@ def test_another_optimizer_seed_or_data_set_is_refused(run_dir: Path, tmp_path: 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run_dir: Path) -> None:
     with pytest.raises(UsageError, match="holds a run already: go on with it by resume="):
         train(run_dir=run_dir)
+
+
+def fails(model: Any, batch: Any) -> Any:
+    raise ValueError("a slip")
+
+
+@pytest.mark.parametrize("engine", ["local", "sim"])
+def test_a_script_that_failed_in_its_first_step_is_mended_and_run_again(engine: str, tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match="a slip"):
+        train(run_dir=tmp_path / "run", engine=engine, loss=None, objective=fails)
+    result = train(run_dir=tmp_path / "run", engine=engine)
+    record = read_run(tmp_path / "run")
+    assert len(record.starts) == 1 and [each["epoch"] for each in record.epochs] == [0, 1]
+    assert result.version > 0
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ class Checkpoints:
                 folder.prepare()
                 folder.forget_first()
                 folder.forget_adopted()
+                if self.resume is None:
+                    (root.parent / EVENTS).unlink(missing_ok=True)  # of one that trained nothing
                 if checkpoint is not None and root.resolve() not in checkpoint.path.resolve().parents:
                     found = replace(self.read(folder.adopt(checkpoint)), name=str(checkpoint.path))
         except BaseException:
@@ -116,7 +118,7 @@ class Checkpoints:
             root = Path(self.run_dir) / "checkpoints"
             own = Path(self.resume).resolve() if self.resume is not None else None
             same = own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
-            if (Folder(root).all() or (root.parent / EVENTS).exists()) and not same:
+            if not same and (Folder(root).all() or has_trained(root.parent / EVENTS)):
                 raise UsageError(
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
                     "or give another run_dir"
@@ -127,6 +129,20 @@ class Checkpoints:
         path = Path(self.resume).resolve()
         found = (each for each in (path, *path.parents) if each.name == "checkpoints")
         return next(found, path / "checkpoints")
+
+
+def has_trained(events: Path) -> bool:
+    """What failed before its first example was folded leaves nothing to keep: its script is mended and run again."""
+    with contextlib.suppress(FileNotFoundError), events.open(errors="replace") as lines:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                return True
+            said = line.get("kind"), line.get("how")
+            if said not in (("start", None), ("end", "failed")) and line.get("examples") != 0:
+                return True
+    return False
 
 
 class RunLock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,34 @@ def test_the_first_rank_of_torchrun_has_the_folder_and_all_know_of_it(tmp_path: 
     first, second = (opened(tmp_path, "auto", rank=rank) for rank in (0, 1))
     assert first[0].cuts and second[0].cuts
     assert first[1].folder is not None and second[1].folder is None
-    (tmp_path / "events.jsonl").touch()
+    (tmp_path / "events.jsonl").write_text("{}\n")
     assert "holds a run already" in str(opened(tmp_path, "auto", rank=0)[1].refused)
+
+
+@pytest.mark.parametrize(
+    ("lines", "refused"),
+    [
+        ([], False),
+        ([{"kind": "start"}], False),  # killed at once
+        ([{"kind": "start"}, {"kind": "end", "how": "failed"}, {"kind": "start"}], False),
+        ([{"kind": "start"}, {"kind": "statistics", "examples": 0}, {"kind": "end", "how": "failed"}], False),
+        ([{"kind": "start"}, {"kind": "statistics", "examples": 8}, {"kind": "end", "how": "failed"}], True),
+        ([{"kind": "start"}, {"kind": "end", "how": "ended"}], True),
+        ([{"kind": "start"}, {"kind": "event", "event": "lost"}], True),
+        ([{}], True),
+    ],
+)
+def test_a_folder_whose_run_trained_nothing_is_used_again(
+    lines: list[Any], refused: bool, tmp_path: Path
+) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if refused:
+        with pytest.raises(UsageError, match="holds a run already"):
+            opened(tmp_path, "auto")
+    else:
+        opened(tmp_path, "auto")
+    assert events.exists() == refused
 
 
 def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:
