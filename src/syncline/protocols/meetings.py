@@ -24,17 +24,13 @@ class MeetingPlace(NamedTuple):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Met:
-    """The meeting is over: these were in it, and count again from here on."""
+    """The meeting is over: these were in it, and count again from here on.
+
+    With others, which wait elsewhere, each for others that wait too, it was none: their loops differ.
+    """
 
     learners: tuple[int, ...]
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class Unmet:
-    """These were in a meeting and others wait elsewhere, each for others that wait too: their loops differ."""
-
-    learners: tuple[int, ...]
-    others: tuple[tuple[int, MeetingPlace], ...]
+    others: tuple[tuple[int, MeetingPlace], ...] = ()
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -45,7 +41,7 @@ class Uncross:
     table: int
 
 
-Decision = Met | Unmet | Uncross
+Decision = Met | Uncross
 
 
 class Meetings:
@@ -112,12 +108,11 @@ class Meetings:
 
     def _unmet(self, elsewhere: Mapping[int, MeetingPlace]) -> list[Decision]:
         others = sorted(self.members - self._here.keys())
-        here, self._here = tuple(self._here), {}
-        return [Unmet(here, tuple((learner, elsewhere[learner]) for learner in others))]
+        return self._close(tuple((learner, elsewhere[learner]) for learner in others))
 
     def _try(self) -> list[Decision]:
         return self._close() if self._here and len(self._here) == len(self.members) else []
 
-    def _close(self) -> list[Decision]:
+    def _close(self, others: tuple[tuple[int, MeetingPlace], ...] = ()) -> list[Decision]:
         here, self._here = tuple(self._here), {}
-        return [Met(here)]
+        return [Met(here, others)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from syncline import messages as m
 from syncline.ports import OUTSIDE, ServerPort
-from syncline.protocols.meetings import STEP, Decision, MeetingPlace, Meetings, Met, Unmet
+from syncline.protocols.meetings import STEP, Decision, MeetingPlace, Meetings, Met
 from syncline.protocols.sequence import Sequence
 from syncline.roles.data_dispatcher import DataDispatcher
 
@@ -142,8 +142,7 @@ class Barrier:
         if event.number == self._heard:
             self.untangle(sure=True)
 
-    def over(self, decision: Met | Unmet) -> None:
+    def over(self, decision: Met) -> None:
         """Those who met hear of it."""
         self._apart.clear()
-        others = dict(decision.others) if isinstance(decision, Unmet) else {}
-        self._port.tell(m.Met(decision.learners, others))
+        self._port.tell(m.Met(decision.learners, dict(decision.others)))

@@ -241,11 +241,6 @@ class Coordinator:
         self._awaited[key] = self.layout(message.table).shards
         self._try_state(key)
 
-    def _state(self, message: m.StatePart | m.Loaded) -> None:
-        key = (message.table, message.number, message.learner)
-        self._answers.setdefault(key, {})[message.shard] = message
-        self._try_state(key)
-
     def _try_state(self, key: tuple[int, int, int]) -> None:
         answers = self._answers.get(key, {})
         if len(answers) == self._awaited.get(key):
@@ -257,7 +252,9 @@ class Coordinator:
     def from_shard(self, message: Any) -> None:
         kind = type(message)
         if kind in (m.StatePart, m.Loaded):
-            self._state(message)
+            key = (message.table, message.number, message.learner)
+            self._answers.setdefault(key, {})[message.shard] = message
+            self._try_state(key)
         elif kind is m.Saved and message.number == FIRST:
             self._openings.first(message)
             if message.problem:

@@ -16,7 +16,7 @@ from syncline.ports import Portion, ServerPort
 from syncline.protocols.checkpoint_schedule import CheckpointSchedule
 from syncline.protocols.epoch_positions import End, EpochDone, Grant
 from syncline.protocols.folding import Ticket
-from syncline.protocols.meetings import Met, Uncross, Unmet
+from syncline.protocols.meetings import Met, Uncross
 from syncline.protocols.sequence import Change, Drop, Fold, Full, Sequence, Take
 from syncline.protocols.waiting import Release
 from syncline.roles.barrier import Barrier
@@ -106,7 +106,6 @@ class Leader:
             End: self._grant,
             EpochDone: self._epoch_done,
             Met: self._met,
-            Unmet: self._met,
             Uncross: lambda _, it: self._decided(it.table, self.sequences[it.table].go_on_without()),
         }
 
@@ -477,7 +476,7 @@ class Leader:
 
     # -- meetings ----------------------------------------------------------------------------------------
 
-    def _met(self, _: int, decision: Met | Unmet) -> None:
+    def _met(self, _: int, decision: Met) -> None:
         """All of them count again before one can publish: lockstep rounds stay whole."""
         self.dispatcher.met(decision.learners)
         for table, sequence in self.sequences.items():

@@ -16,7 +16,6 @@ from syncline.protocols.meetings import (
     Meetings,
     Met,
     Uncross,
-    Unmet,
 )
 
 many = settings(max_examples=500, deadline=None)
@@ -74,13 +73,13 @@ class Crew:
             assert not isinstance(decision, Uncross) and set(decision.learners) == self.here
             others = self.members - self.here
             if not stood:
-                assert self.here and isinstance(decision, Met) and not others  # all have come or left
+                assert self.here and not decision.others and not others  # all have come or left
             else:
                 assert others and others <= self.elsewhere.keys()
-                assert isinstance(decision, Unmet) == (not self.here or self.splits(self.here))
+                assert bool(decision.others) == (not self.here or self.splits(self.here))
             self.over.append(decision)
             self.here.clear()
-            if isinstance(decision, Unmet):
+            if decision.others:
                 assert dict(decision.others) == {each: self.elsewhere[each] for each in others}
                 self.elsewhere.clear()  # they are told, and end
                 for each in others:
@@ -170,7 +169,7 @@ def test_with_a_joiner_learners_that_began_together_and_meet_unequally_often_are
     meetings.come(0)
     meetings.come(7)
     assert meetings.stand_still({1: PLACES["w"], 2: PLACES["w"]}) == [
-        Unmet((0, 7), ((1, PLACES["w"]), (2, PLACES["w"])))
+        Met((0, 7), ((1, PLACES["w"]), (2, PLACES["w"])))
     ]
 
 
@@ -179,7 +178,7 @@ def test_loops_that_wait_in_three_places_differ() -> None:
     assert meetings.come(1) == []
     assert meetings.stand_still({0: PLACES["w"]}) == []
     assert meetings.stand_still({0: PLACES["w"], 2: PLACES["t"]}) == [
-        Unmet((1,), ((0, PLACES["w"]), (2, PLACES["t"])))
+        Met((1,), ((0, PLACES["w"]), (2, PLACES["t"])))
     ]
 
 
@@ -187,10 +186,10 @@ STEPS = {0: MeetingPlace(STEP, 0), 1: MeetingPlace(STEP, 1), 2: MeetingPlace(STE
 
 
 def test_steps_of_several_tables_that_began_together_differ() -> None:
-    assert Meetings(FIRST).stand_still(STEPS) == [Unmet((), tuple(STEPS.items()))]
+    assert Meetings(FIRST).stand_still(STEPS) == [Met((), tuple(STEPS.items()))]
     meetings = Meetings((*FIRST, 3))
     meetings.come(3)
-    assert meetings.stand_still(STEPS) == [Unmet((3,), tuple(STEPS.items()))]
+    assert meetings.stand_still(STEPS) == [Met((3,), tuple(STEPS.items()))]
     assert not meetings.here
 
 

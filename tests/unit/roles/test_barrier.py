@@ -327,6 +327,6 @@ def test_what_was_heard_of_openings_is_asked_again_before_anybody_is_told_that_l
     alone.barrier.standstill(m.Standstill(6, {0, 1}))  # an older question's answer
     assert alone.decided == []
     alone.barrier.standstill(m.Standstill(7, {0, 1}))
-    assert [type(each).__name__ for each in alone.decided] == ["Unmet"]
+    assert alone.decided == [Met((0,), ((1, place),))]
     alone.barrier.opening(m.Opening(8, {1: None}))
     assert not alone.barrier.openings and not alone.barrier.tangled

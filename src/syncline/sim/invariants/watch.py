@@ -19,7 +19,7 @@ from syncline.messages import to_leader as say
 from syncline.messages.log import Entry, Leave
 from syncline.ports import ServerPort
 from syncline.protocols.epoch_positions import End, EpochDone, Grant
-from syncline.protocols.meetings import Met, Uncross, Unmet
+from syncline.protocols.meetings import Met, Uncross
 from syncline.protocols.sequence import Change, Drop, Fold, Take
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
@@ -180,7 +180,7 @@ class Watch:
         with self._checking():
             if isinstance(decision, Grant | End | EpochDone):
                 self._fed(place, decision)
-            elif isinstance(decision, Met | Unmet):  # who was in a meeting is there again
+            elif isinstance(decision, Met):  # who was in a meeting is there again
                 for learner in decision.learners:
                     self._resting.pop(learner, None)
                     self._roused(learner)
