@@ -118,7 +118,7 @@ class _Learner:
         self._point = plan.layout.parameters.segments(spec.point.tensor())
         self._slots = [slot for region in spec.pools for slot in _slots_in(plan.layout, region)]
         self._tasks: deque[b.Give] = deque()  # the first is being computed
-        self._next = 0  # portion of it
+        self._next: int | None = None  # portion of it; None: it was not begun
         self._loss, self._examples = 0.0, 0
         self._at = -1  # the evaluation whose point was read
 
@@ -131,8 +131,6 @@ class _Learner:
                 self._portion(self._tasks[0])
             elif isinstance(message, b.Give):
                 self._tasks.append(message)
-                if len(self._tasks) == 1:
-                    self._next = message.start
             elif isinstance(message, Cancel):
                 self._drop(message)
             elif isinstance(message, Region):  # more slots
@@ -144,13 +142,14 @@ class _Learner:
             if task.task == cancel.task:
                 del self._tasks[place]
                 if place == 0:
-                    self._next = self._tasks[0].start if self._tasks else 0
+                    self._next = None
                 self._channel.send(b.Dropped(task.evaluation, task.task))
                 return
 
     def _portion(self, task: b.Give) -> None:
         crash_point()
-        if self._next == task.start:
+        if self._next is None:
+            self._next = task.start
             if self._at != task.evaluation:
                 self._worker.move(self._point)
                 self._at = task.evaluation
@@ -166,15 +165,12 @@ class _Learner:
         self._spec.beat.words[0] += 1
         self._next += 1
         if self._next == task.stop:
-            self._answer(task)
-
-    def _answer(self, task: b.Give) -> None:
-        self._worker.end(self._slots[task.slot])
-        crash_point()
-        self._channel.send(b.Answered(task.evaluation, task.task, self._loss, self._examples))
-        crash_point()
-        self._tasks.popleft()
-        self._next = self._tasks[0].start if self._tasks else 0
+            self._worker.end(self._slots[task.slot])
+            crash_point()
+            self._channel.send(b.Answered(task.evaluation, task.task, self._loss, self._examples))
+            crash_point()
+            self._tasks.popleft()
+            self._next = None
 
 
 def run_batch_learner(channel: Channel, spec: BatchLearnerSpec) -> int:

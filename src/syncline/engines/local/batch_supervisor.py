@@ -27,14 +27,12 @@ from syncline.engines.local.batch_processes import (
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region, whole_pages
 from syncline.engines.local.shared_pickle import Parcel, pack
-from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
+from syncline.engines.local.supervisor_base import SHARD_PATIENCE, HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import BatchCrew, BatchSupervision
 from syncline.errors import LostError, RunError, UsageError
 from syncline.roles.checkpoint_manifest import Restored
-
-SHARD_PATIENCE = 5.0  # seconds at least
 
 
 class BatchSupervisor(RunSupervisor, BatchCrew):

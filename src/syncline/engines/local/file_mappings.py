@@ -248,20 +248,18 @@ def _confirmed(opened: dict[_Range, tuple[int, str | None]]) -> dict[_Range, tup
     now = _ranges() if opened else []  # reading it takes milliseconds, and most messages map nothing
     kept = {}
     for wanted, (fd, path) in opened.items():
-        if _file_of(probes.get(wanted), fd, now) == wanted.file:
+        if wanted in probes:
+            found = _range_of(Piece(probes[wanted].ctypes.data, 1, False), now)
+            same = found is not None and found.file == wanted.file
+        else:
+            state = os.fstat(fd)
+            device = b"%02x:%02x" % (os.major(state.st_dev), os.minor(state.st_dev))
+            same = wanted.file == (device, b"%d" % state.st_ino)
+        if same:
             kept[wanted] = fd, path
         else:
             os.close(fd)
     return kept
-
-
-def _file_of(probe: np.ndarray | None, fd: int, now: list[_Range]) -> tuple[bytes, bytes] | None:
-    if probe is None:
-        state = os.fstat(fd)
-        device = b"%02x:%02x" % (os.major(state.st_dev), os.minor(state.st_dev))
-        return device, b"%d" % state.st_ino
-    found = _range_of(Piece(probe.ctypes.data, 1, False), now)
-    return None if found is None else found.file
 
 
 def _open(path: str, *, write: bool) -> int:

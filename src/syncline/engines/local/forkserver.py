@@ -37,11 +37,6 @@ Run = Callable[[Channel], int | None]  # what a child does; gives its exit code
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """A child was reaped; a negative code is the signal that ended it."""
 
@@ -252,7 +247,7 @@ class _Server:
         poll.register(pidfd, select.POLLIN)
         for each in fds:
             os.close(each)
-        channel.try_send(Started(pid))
+        channel.try_send(pid)
 
     def _become(self, fds: list[int]) -> None:
         """In the child: drop everything of the server's, then never return."""

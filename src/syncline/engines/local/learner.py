@@ -66,7 +66,10 @@ class LocalTable(TablePort):
         self._port = port
         self._order: StreamOrder | None = None
         if geometry.card is not None and not self._first:  # else the shards have nothing there yet
-            self._to_card(geometry.card)
+            for block in (self.shelf, self.lane):
+                block.to_card(geometry.card, owner=False, check=port.check)
+            self._order = StreamOrder(geometry.card, self.lane.handles, EVENT)
+            _pin([self.lane.losses.page])
         self._inbox = opened.layout.parameters.views(self.lane.inbox)
         self._reader = Reader(opened.layout, self.shelf.ring, self.shelf.versions, self.lane.inbox)
         self._number = 0  # of the last ticket that was released
@@ -79,15 +82,6 @@ class LocalTable(TablePort):
         self._own: Callable[[list[Tensor]], list[Tensor]] = list  # what is read of a version
         opened.handle.close()
         opened.lane.close()
-
-    # -- on a card ---------------------------------------------------------------------------------------
-
-    def _to_card(self, card: str) -> None:
-        """Where the shards have their memory there."""
-        for block in (self.shelf, self.lane):
-            block.to_card(card, owner=False, check=self._port.check)
-        self._order = StreamOrder(card, self.lane.handles, EVENT)
-        _pin([self.lane.losses.page])
 
     def _after_shards(self, order: StreamOrder) -> None:
         """What shards did before they said so comes before what is done now."""

@@ -100,9 +100,8 @@ class Processes:
         channel, theirs = Channel.pair()
         fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
         socket.send_fds(self._server._socket, [b"f"], fds)
-        while not isinstance(answer := self._from_server(), forkserver.Started):
-            self._deferred.append(answer)
-        pid = answer.pid
+        while isinstance(pid := self._from_server(), forkserver.Ended):
+            self._deferred.append(pid)
         theirs.close()
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
         crash = self._crashes.pop(f"{role} {rank}", None)

@@ -181,9 +181,7 @@ class Seats:
         if os.getppid() != first:
             return 1
         self._channel.close()
-        for mate in self._mates:
-            mate.line.close()
-            mate.channel.close()
+        self._hang_up()
         try:
             _call(task, self.sit(line, first))
             line.channel.send(None)
@@ -230,12 +228,15 @@ class Seats:
             self._channel.try_send(m.Raised(raised.error, text))
             os._exit(1)
 
-    def wait(self) -> None:
-        """All have finished; they leave."""
-        self._finished.wait()
+    def _hang_up(self) -> None:
         for mate in self._mates:
             mate.line.close()
             mate.channel.close()
+
+    def wait(self) -> None:
+        """All have finished; they leave."""
+        self._finished.wait()
+        self._hang_up()
         for mate in self._mates:
             os.waitpid(mate.pid, 0)
 
@@ -254,10 +255,7 @@ def _call(task: Task, session: SeatSession) -> Any:
 
 def run_group(channel: Channel, spec: LearnerSpec) -> int:
     """The first seat's life: as any learner's, with the others beside it."""
-    try:
-        task: Task = channel.receive()
-    except Closed:
-        return 1
+    task: Task = channel.receive()
     seats = Seats(spec, channel)
     seats.fork(task)
     try:

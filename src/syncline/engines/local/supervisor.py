@@ -21,7 +21,7 @@ from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_pickle import Parcel
-from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
+from syncline.engines.local.supervisor_base import SHARD_PATIENCE, HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
@@ -33,7 +33,6 @@ from syncline.table.checkpoints import Folder, Written
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
-SHARD_PATIENCE = 5.0  # seconds at least: an idle shard shows once a second that it lives
 SILENCE = 2.0  # seconds that the leading shard gets for an answer
 
 

@@ -30,6 +30,7 @@ from syncline.protocols.lifecycle import Faults, Hangs, Kill, Watchdog
 
 LOOK = 0.25  # seconds between looks at timers
 PATIENCE = 10.0  # seconds that a caller waits for statistics
+SHARD_PATIENCE = 5.0  # seconds at least: an idle shard shows once a second that it lives
 
 
 class RunSupervisor(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,12 @@ def unpack_again(parcel: Parcel) -> Any:
     """As another process would: with descriptors of its own."""
     fds = [os.dup(fd) for fd in parcel.fds]
     return unpack(Parcel(parcel.pickled, parcel.inline, fds, parcel.bulk))
+
+
+def open_descriptors() -> set[str]:
+    """Of this process; what earlier tests have left to the garbage collector is closed before."""
+    gc.collect()
+    return set(os.listdir("/proc/self/fd"))
 
 
 def sent(message: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import torch
 
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.shared_memory import Region
+from tests.unit.engines.local.doubles import open_descriptors
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_posting_to_somebody_that_does_not_read_keeps_nobody_waiting(ends: tuple
 
 def test_descriptors_of_posted_messages_live_until_they_are_sent(ends: tuple[Channel, Channel]) -> None:
     mine, other = ends
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for number in range(100):
         region = Region(8)
         region.words[0] = number
@@ -84,7 +84,7 @@ def test_descriptors_of_posted_messages_live_until_they_are_sent(ends: tuple[Cha
         assert found.words[0] == number and tensor.mean() == number
         found.release()
         del message, tensor
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_a_dead_party_is_told_of_by_taking_and_forgotten_by_posting(ends: tuple[Channel, Channel]) -> None:

@@ -19,8 +19,8 @@ from syncline.engines.local import file_mappings as mappings
 from syncline.engines.local.shared_pickle import INLINE, pack, unpack
 from syncline.errors import RunError, UsageError
 from tests.ready_python import run_ready
-from tests.unit.engines.local.doubles import unpack_again
-from tests.unit.engines.local.test_shared_pickle import copied, mapping_of, open_descriptors
+from tests.unit.engines.local.doubles import open_descriptors, unpack_again
+from tests.unit.engines.local.test_shared_pickle import copied, mapping_of
 
 SIZE = 1 << 20  # bytes of a file
 NUMBERS = np.arange(SIZE // 4, dtype=np.float32)

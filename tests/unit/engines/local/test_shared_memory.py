@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from syncline.engines.local.shared_memory import PAGE, Region, Waiter, WakeUp, whole_pages
+from tests.unit.engines.local.doubles import open_descriptors
 
 
 def test_a_loop_that_always_finds_work_while_it_yields_still_listens() -> None:
@@ -34,10 +35,10 @@ def test_a_region_is_whole_pages(nbytes: int, expected: int) -> None:
 def test_a_descriptor_is_given_back_once_and_with_its_owner_at_last(
     make: Callable[[], Region | WakeUp],
 ) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     made, other = make(), make()
     made.close()
     made.close()
     assert made.fd == -1
     del made, other
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert open_descriptors() == before

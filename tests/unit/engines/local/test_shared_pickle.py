@@ -16,7 +16,7 @@ from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.engines.local.shared_pickle import INLINE, Parcel, pack, pack_task, unpack
 from syncline.engines.run import Task
 from syncline.errors import UsageError
-from tests.unit.engines.local.doubles import spec_of, unpack_again
+from tests.unit.engines.local.doubles import open_descriptors, spec_of, unpack_again
 
 BIG = INLINE  # elements of any dtype: more than what travels inline
 
@@ -35,10 +35,6 @@ def trip(obj: Any, *, mapped: bool = False, most: int | None = None) -> Any:
         return unpack_again(parcel)
     finally:
         parcel.close()
-
-
-def open_descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
 
 
 def mapping_of(address: int) -> tuple[str, dict[str, int]]:
