@@ -43,6 +43,7 @@ LOOPS = (
 )
 POLICIES = ("ledger", "partition", "sample")
 JITTERS = ("none", "uniform:0.5", "lognormal:0.5", "exponential:0.5", "pareto:1")
+OPTIONS = ("seed", "sync", "learners", "shards", "script")  # fields that the command has options for
 FLAGS = {"true": True, "false": False}
 
 
@@ -91,24 +92,18 @@ class Case:
         """With fields set by `key=value` texts."""
         return replace(self, **dict(_read(text) for text in settings))
 
-    def settings(self) -> list[str]:
-        """Whatever has no option of its own and is not as usual, as `key=value`."""
-        own = ("seed", "sync", "learners", "shards", "script")
-        usual = Case()
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
-        return [f"{name}={_written(getattr(self, name))}" for name in changed if name not in own]
-
     def command(self) -> str:
-        """Plays exactly this again."""
-        words = ["syncline", "simulate", "--faults", "script", "--seed", str(self.seed), "--sync", self.sync]
-        words += ["--learners", str(self.learners), "--shards", str(self.shards), "--script", self.script]
-        for text in self.settings():
-            words += ["--set", text]
+        """Plays exactly this again; what has no option of its own and is not as usual, by `--set`."""
+        words = ["syncline", "simulate", "--faults", "script"]
+        for name in OPTIONS:
+            words += [f"--{name}", str(getattr(self, name))]
+        usual = Case()
+        for name in [each.name for each in fields(self) if each.name not in OPTIONS]:
+            value = getattr(self, name)
+            text = str(value).lower() if isinstance(value, bool) else value
+            if value != getattr(usual, name):
+                words += ["--set", f"{name}={'' if value is None else text}"]
         return shlex.join(words)
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
 
 
 def _read(text: str) -> tuple[str, Any]:
