@@ -24,9 +24,8 @@ from syncline.jobs import Job, JobError, Named
 from syncline.jobs.toml import dumps, override, parse_override
 
 JOB = "job.toml"
-SIMULATED = (
-    "engine.name=sim",
-)  # before the user's own, so that --set engine.batched=true finds the simulator
+# Before the user's own, so that --set engine.batched=true finds the simulator.
+SIMULATED = ("engine.name=sim",)
 CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
 
 JobFile = Annotated[

@@ -70,11 +70,11 @@ def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
     return Agent(secret, "127.0.0.1", path=path, folder=folder)
 
 
-_starter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+_starter: socket.socket | None = None
 
 
-def _ask_starter(settings: Any, out: int, life: int) -> None:
-    """Of the one warm process that this process's agents apart are forked from: one more."""
+def _warm_starter() -> socket.socket:
+    """To ask the one process that this process's agents apart are forked from for one more."""
     global _starter
     if _starter is None:
         ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -87,15 +87,11 @@ def _ask_starter(settings: Any, out: int, life: int) -> None:
             env={**os.environ, "PYTHONPATH": paths},
         )
         theirs.close()
-        _starter = process, ask
+        _starter = ask
         leftovers.warm.add(process.pid)
-        atexit.register(_end_starter, *_starter)
-    socket.send_fds(_starter[1], [pickle.dumps(settings)], [out, life])
-
-
-def _end_starter(process: subprocess.Popen[bytes], ask: socket.socket) -> None:
-    ask.close()
-    process.wait()
+        atexit.register(process.wait)
+        atexit.register(ask.close)  # before the other
+    return _starter
 
 
 def serve(fd: int) -> None:
@@ -174,7 +170,7 @@ class SmallCluster(RayCluster):
         if self._life is None:
             self._life = os.pipe()
         answer, out = os.pipe()
-        _ask_starter(settings, out, self._life[0])
+        socket.send_fds(_warm_starter(), [pickle.dumps(settings)], [out, self._life[0]])
         os.close(out)
         with open(answer, "rb") as said:
             self._apart_ones.append(ApartAgent(pickle.load(said)))

@@ -232,21 +232,18 @@ def _with_nodes(case: Case) -> Case:
         return case
     each, delay = draw.choice((1, 2)), draw.choice((0, 0.01, 0.3))
     parts = f"beside=true,shards_per_machine=all,learners_per_machine={each},delay={delay}"
-    last = (case.learners - 1) // each
     lines = [case.script] if case.script else []
     for _ in range(draw.choice((1, 1, 2))):
-        lines.append(f"{_node_fault(draw, case, last)} at {_random_moment(draw, case)}")
+        length = draw.choice((0.05, 0.5, 3, 9))
+        kind = draw.choice(("kill node", "kill node", "pause node", "cut link", "cut link"))
+        first = (
+            0 if kind == "pause node" or case.checkpoint_every is not None else 1
+        )  # the first has the shards
+        node = draw.randint(first, max(first, (case.learners - 1) // each))
+        which = f"cut link 0-{max(1, node)}" if kind == "cut link" else f"{kind} {node}"
+        lasts = "" if kind == "kill node" else f" for {length} s"
+        lines.append(f"{which}{lasts} at {_random_moment(draw, case)}")
     return replace(case, cluster=f"{case.cluster},{parts}", script="; ".join(lines))
-
-
-def _node_fault(draw: random.Random, case: Case, last: int) -> str:
-    length = draw.choice((0.05, 0.5, 3, 9))
-    kind = draw.choice(("kill node", "kill node", "pause node", "cut link", "cut link"))
-    first = 0 if kind == "pause node" or case.checkpoint_every is not None else 1  # the first has the shards
-    node = draw.randint(first, max(first, last))
-    if kind == "cut link":
-        return f"cut link 0-{max(1, node)} for {length} s"
-    return f"{kind} {node} for {length} s" if kind == "pause node" else f"{kind} {node}"
 
 
 def _random_moment(draw: random.Random, case: Case) -> str:
