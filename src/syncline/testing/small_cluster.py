@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 
 from syncline.engines.authentication import Secret
@@ -70,28 +71,23 @@ def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
     return Agent(secret, "127.0.0.1", path=path, folder=folder)
 
 
-_starter: socket.socket | None = None
-
-
+@cache
 def _warm_starter() -> socket.socket:
     """To ask the one process that this process's agents apart are forked from for one more."""
-    global _starter
-    if _starter is None:
-        ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from syncline.testing.small_cluster import serve; serve({theirs.fileno()})"
-        paths = os.pathsep.join(path for path in sys.path if path)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        theirs.close()
-        _starter = ask
-        leftovers.warm.add(process.pid)
-        atexit.register(process.wait)
-        atexit.register(ask.close)  # before the other
-    return _starter
+    ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"from syncline.testing.small_cluster import serve; serve({theirs.fileno()})"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    theirs.close()
+    leftovers.warm.add(process.pid)
+    atexit.register(process.wait)
+    atexit.register(ask.close)  # before the other
+    return ask
 
 
 def serve(fd: int) -> None:
