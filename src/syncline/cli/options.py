@@ -17,15 +17,15 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cluster.record import Cluster as Machines
+from syncline.engines.checkpoint_options import checkpoints_of
 from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.jobs import Job, JobError, Named
 from syncline.jobs.toml import dumps, override, parse_override
 
 JOB = "job.toml"
-SIMULATED = (
-    "engine.name=sim",
-)  # before the user's own, so that --set engine.batched=true finds the simulator
+# Before the user's own, so that --set engine.batched=true finds the simulator.
+SIMULATED = ("engine.name=sim",)
 CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
 
 JobFile = Annotated[
@@ -77,7 +77,7 @@ def load(wish: Wish) -> Job:
     """The job with everything that the command line changes; errors name the option that was written."""
     file = wish.job
     if file is None and wish.resume is not None:
-        file = run_folder_of(wish.resume) / JOB
+        file = checkpoints_of(Path(wish.resume)).with_name(JOB)
         if not file.is_file():
             raise UsageError(
                 f"{wish.resume}: there is no {JOB} to go on with; name the job: syncline train JOB.toml --resume …"
@@ -132,12 +132,6 @@ def _folder(wish: Wish, file: Path | None) -> list[str]:
     while path.exists():
         path, number = first.with_name(f"{first.name}-{number}"), number + 1
     return [f"run_dir={_quoted(str(path))}"]
-
-
-def run_folder_of(resume: str) -> Path:
-    """The run folder of a run or of one of its checkpoints."""
-    path = Path(resume)
-    return next((each.parent for each in (path, *path.parents) if each.name == "checkpoints"), path)
 
 
 # -- on the simulator ------------------------------------------------------------------------------------------

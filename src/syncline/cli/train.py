@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -11,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from syncline.cli.display import panel
-from syncline.cli.options import JOB, SIMULATED, Wish, run_folder_of
+from syncline.cli.options import JOB, SIMULATED, Wish
 from syncline.cli.plain_output import (
     account,
     epoch_line,
@@ -23,6 +24,7 @@ from syncline.cli.plain_output import (
     print_line,
     summary,
 )
+from syncline.engines.checkpoint_options import checkpoints_of
 from syncline.engines.local import forkserver
 from syncline.errors import SynclineError, Terminated
 from syncline.jobs import Job
@@ -44,7 +46,7 @@ def run_job(job: Job, wish: Wish, console: Console) -> int:
     assert run.recording is not None
     table = {key: value for key, value in job.table().items() if key != "resume"}  # of the run as a whole
     if job.run_dir is None and job.resume is not None:
-        table["run_dir"] = str(run_folder_of(job.resume))
+        table["run_dir"] = str(checkpoints_of(Path(job.resume)).parent)
     run.recording.keep(JOB, dumps(table))
     record = run.recording.record
     try:

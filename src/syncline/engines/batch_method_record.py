@@ -25,15 +25,7 @@ from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState
-from syncline.table.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    Folder,
-    Written,
-    layout_json,
-    layout_of,
-    table_file,
-)
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, layout_json, layout_of, table_file
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -179,9 +171,8 @@ class BatchRecord:
         self.reached: b.Reached | None = None  # the last
         self._cut_at = before.version if before else 0
         self._cut_time = now()
-        self._files: dict[str, Written] | None = None  # of the checkpoint that is being written
-        self._cut: dict[str, Any] = {}
-        self._problem = ""
+        self._saved: dict[str, m.Saved] | None = None  # of the checkpoint that is being written
+        self._cut: dict[str, Any] = {}  # its manifest
 
     # -- iterations --------------------------------------------------------------------------------------
 
@@ -223,7 +214,7 @@ class BatchRecord:
 
     @property
     def cutting(self) -> bool:
-        return self._files is not None
+        return self._saved is not None
 
     def due(self, *, last: bool = False) -> bool:
         """A checkpoint is to be cut at this iteration."""
@@ -239,32 +230,31 @@ class BatchRecord:
     def cut(self) -> b.Save:
         """All shards write their vectors as they are now."""
         assert self.reached is not None
-        self._files, self._cut, self._problem = {}, self._manifest(self.reached), ""
-        self._cut_at, self._cut_time = self._cut["batch"]["iteration"], self._now()
+        self._saved, self._cut = {}, self._manifest(self.reached)
+        self._cut_at, self._cut_time = self.reached.iteration.record.iteration, self._now()
         return b.Save(self._cut_at)
 
     def saved(self, message: m.Saved) -> m.Checkpointed | None:
         """One shard's file is there; the checkpoint, when all are."""
-        if self._files is None or message.number != self._cut_at:
+        if self._saved is None or message.number != self._cut_at:
             return None
-        self._problem = self._problem or message.problem
-        self._files[message.name] = message.written  # type: ignore[assignment]
-        if len(self._files) < self._plan.layout.shards:
+        self._saved[message.name] = message
+        if len(self._saved) < self._plan.layout.shards:
             return None
         assert self.folder is not None
-        files, self._files = self._files, None
-        if self._problem:
+        saved, self._saved = self._saved.values(), None
+        if problem := next((each.problem for each in saved if each.problem), ""):
             self.folder.abandon(message.number)
-            done = m.Checkpointed(message.number, "", self._problem)
+            done = m.Checkpointed(message.number, "", problem)
         else:
-            keep = self.spec.storage.keep
-            done = commit(self.folder, message.number, self._cut, list(files.values()), keep)
+            files = [each.written for each in saved if each.written is not None]
+            done = commit(self.folder, message.number, self._cut, files, self.spec.storage.keep)
         self.recorder.emit(done)
         return done
 
     def go_back(self, restored: Restored | None) -> None:
         """What was being written is gone, and what came after the checkpoint."""
-        self._files, self.reached = None, None
+        self._saved, self.reached = None, None
         self._cut_at = restored.version if restored else 0
         self.recorder.go_back(restored)
 

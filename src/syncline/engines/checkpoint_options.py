@@ -61,7 +61,7 @@ class Checkpoints:
         """The folder to write to, locked, and the state to go on from."""
         root = self._root() if not self.rank else None
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
-        lock = RunLock.of_folder(root.parent) if root is not None and there else None
+        lock = RunLock(root.parent) if root is not None and there else None
         try:
             checkpoint = find(self.resume) if self.resume is not None else None
             found = self._restored(plan, checkpoint)
@@ -126,9 +126,12 @@ class Checkpoints:
             return root
         if self.resume is None:
             return None
-        path = Path(self.resume).resolve()
-        found = (each for each in (path, *path.parents) if each.name == "checkpoints")
-        return next(found, path / "checkpoints")
+        return checkpoints_of(Path(self.resume).resolve())
+
+
+def checkpoints_of(path: Path) -> Path:
+    """The folder of checkpoints of a run, or the one that this checkpoint is in."""
+    return next((each for each in (path, *path.parents) if each.name == "checkpoints"), path / "checkpoints")
 
 
 def has_trained(events: Path) -> bool:
@@ -146,28 +149,24 @@ def has_trained(events: Path) -> bool:
 
 
 class RunLock:
-    """Who is writing to a run folder: held while its run is alive; raises where somebody else has it, or OSError where nothing can be
+    """Who is writing to a run folder: held while its run is alive; raises where somebody else has it, or nothing can be
     written. The system lets go of it also after kill -9. Where a file system has no locks, nobody is kept out.
     """
 
-    @classmethod
-    def of_folder(cls, folder: Path) -> RunLock:
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
         try:
-            return cls(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            while not self._take():
+                continue
+            self._file.truncate(0)
+            own = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+            self._file.write(json.dumps(own))
+            self._file.flush()
         except OSError as error:
             raise CheckpointError(
                 f"cannot use {folder} for a run: {error.strerror} ({error.filename}); use a writable one"
             ) from error
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / LOCK
-        while not self._take():
-            continue
-        self._file.truncate(0)
-        own = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
-        self._file.write(json.dumps(own))
-        self._file.flush()
 
     def _take(self) -> bool:
         """False where the one before took its file away meanwhile."""

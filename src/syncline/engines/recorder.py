@@ -60,8 +60,7 @@ class Recorder:
         self._callbacks, self._listeners = spec.callbacks, spec.listeners
         self._assembly = Assembly()
         self._open: dict[int, EpochRecord] = {}  # epochs whose evaluation is not there yet
-        self._sent: set[int] = set()
-        self._states: dict[int, dict[str, Tensor]] = {}  # what is being evaluated, for listeners
+        self._sent: dict[int, dict[str, Tensor] | None] = {}  # of them on its way: its weights, for listeners
         self._void: list[int] = []  # epochs whose evaluation is on its way and no longer wanted
         self._finished = self._complete = False
         self._deaf = False  # a listener failed, and that was said
@@ -115,7 +114,9 @@ class Recorder:
             case life.Say(what, rank, kind, details):
                 self.event(what, rank, kind=kind, **details)
             case life.WarnLost(rank, how, others, then):
-                self.lost(rank, how, others, then)
+                goes_on = f"{others} other learner{'s go' if others > 1 else ' goes'} on"
+                left = then or (goes_on if others else "no other is left")
+                self.warn(f"learner {rank} {how}; {left}", kind=LostWarning, said=True)
             case life.Warn(text):
                 self.warn(text, said=True)
 
@@ -133,13 +134,6 @@ class Recorder:
         if not said:
             self._tell(Event(seconds=self._now(), what=text, kind="warning"))
         warnings.warn(text, kind, stacklevel=2)
-
-    def lost(self, rank: int, how: str, others: int, then: str = "") -> None:
-        """A learner is gone, and the run goes on: with so many others, or as `then` says."""
-        left = (
-            f"{others} other learner{'s go' if others > 1 else ' goes'} on" if others else "no other is left"
-        )
-        self.warn(f"learner {rank} {how}; {then or left}", kind=LostWarning, said=True)
 
     def bad_loss(self, rank: int | None, loss: float) -> None:
         """Of a simulated gradient; learners with a session say it themselves."""
@@ -200,28 +194,25 @@ class Recorder:
         self.outcome.history = [record for record in self.outcome.history if record.epoch in done]
         self._void += [epoch for epoch in self._open if epoch in self._sent and epoch not in done]
         self._open = {epoch: record for epoch, record in self._open.items() if epoch in done}
-        self._sent &= set(self._open)
+        self._sent = {epoch: state for epoch, state in self._sent.items() if epoch in self._open}
         for epoch in self._open.keys() - self._sent:  # its snapshot is lost
             self.outcome.history.append(self._open.pop(epoch))
         self.outcome.history.sort(key=lambda each: each.epoch)
-        self._states.clear()
         self._own.clear()
         self._assembly = Assembly()
         self._finished = self._complete = False
 
     def complete(self) -> bool:
         """Everything has come in; the final weights are in the outcome."""
-        if self._complete:
-            return True
-        self._complete = not self._open and self._take_final()
+        self._complete = self._complete or (not self._open and self._take_final())
         return self._complete
 
     def _take_final(self) -> bool:
         layouts = self._layouts()
-        there = self._finished and self._assembly.complete("final", layouts)
-        if there:
-            self.outcome.tables = self._assembly.take("final", layouts)
-        return there
+        if not self._finished or not self._assembly.complete("final", layouts):
+            return False
+        self.outcome.tables = self._assembly.take("final", layouts)
+        return True
 
     def keep_weights(self, error: BaseException) -> None:
         """The run fails; if its last weights are there they come back with the error."""
@@ -250,10 +241,11 @@ class Recorder:
             self._close(record)
             return
         self._open[record.epoch] = record
-        self._sent.add(record.epoch)
-        if self._listeners:
-            self._states[record.epoch] = state
-        self._evaluate(record.epoch, state)
+        self._send(record.epoch, state)
+
+    def _send(self, epoch: int, state: dict[str, Tensor]) -> None:
+        self._sent[epoch] = state if self._listeners else None
+        self._evaluate(epoch, state)
 
     @property
     def evaluating(self) -> bool:
@@ -263,11 +255,7 @@ class Recorder:
         layouts = self._layouts()
         for epoch in sorted(self._open.keys() - self._sent):
             if self._assembly.complete(f"epoch:{epoch}", layouts):
-                self._sent.add(epoch)
-                state = self._assembly.take(f"epoch:{epoch}", layouts)[0][1]
-                if self._listeners:
-                    self._states[epoch] = state
-                self._evaluate(epoch, state)
+                self._send(epoch, self._assembly.take(f"epoch:{epoch}", layouts)[0][1])
 
     def test(self, epoch: int, state: dict[str, Tensor], evaluate: Evaluate) -> None:
         """Evaluate here and now, where no process does it."""
@@ -283,12 +271,11 @@ class Recorder:
         if epoch in self._void:  # of a version that was lost
             self._void.remove(epoch)
             return
-        self._sent.discard(epoch)
-        record = self._open.pop(epoch)
+        record, state = self._open.pop(epoch), self._sent.pop(epoch, None)
         record.metrics.update(metrics)
         self._close(record)
-        if epoch in self._states:
-            self._tell(Snapshot(record, self._states.pop(epoch)))
+        if state is not None:
+            self._tell(Snapshot(record, state))
 
     def _close(self, record: EpochRecord) -> None:
         """An epoch that is made again takes the place of the old."""

@@ -1,9 +1,4 @@
-"""Faults as a script: who is killed, paused or added, and when.
-
-One line or `;` per fault: `kill learner 2 at version 30`, `add 2 at version 50`, `pause shard 1 for 2 s at 4 s`,
-`change to softsync:1 at version 60`, `stop at 10 s`. Moments are versions of the first table (`step` is another
-word for it) or seconds since the script began. Works on runs of real processes.
-"""
+"""Plays a script of faults (`engines.event_script`) on a run of real processes; seconds are those since the script began."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 
 from syncline.engines.authentication import Secret
@@ -70,32 +71,23 @@ def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
     return Agent(secret, "127.0.0.1", path=path, folder=folder)
 
 
-_starter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-
-
-def _ask_starter(settings: Any, out: int, life: int) -> None:
-    """Of the one warm process that this process's agents apart are forked from: one more."""
-    global _starter
-    if _starter is None:
-        ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from syncline.testing.small_cluster import serve; serve({theirs.fileno()})"
-        paths = os.pathsep.join(path for path in sys.path if path)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        theirs.close()
-        _starter = process, ask
-        leftovers.warm.add(process.pid)
-        atexit.register(_end_starter, *_starter)
-    socket.send_fds(_starter[1], [pickle.dumps(settings)], [out, life])
-
-
-def _end_starter(process: subprocess.Popen[bytes], ask: socket.socket) -> None:
-    ask.close()
-    process.wait()
+@cache
+def _warm_starter() -> socket.socket:
+    """To ask the one process that this process's agents apart are forked from for one more."""
+    ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"from syncline.testing.small_cluster import serve; serve({theirs.fileno()})"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    theirs.close()
+    leftovers.warm.add(process.pid)
+    atexit.register(process.wait)
+    atexit.register(ask.close)  # before the other
+    return ask
 
 
 def serve(fd: int) -> None:
@@ -174,7 +166,7 @@ class SmallCluster(RayCluster):
         if self._life is None:
             self._life = os.pipe()
         answer, out = os.pipe()
-        _ask_starter(settings, out, self._life[0])
+        socket.send_fds(_warm_starter(), [pickle.dumps(settings)], [out, self._life[0]])
         os.close(out)
         with open(answer, "rb") as said:
             self._apart_ones.append(ApartAgent(pickle.load(said)))

@@ -158,6 +158,14 @@ def test_a_checkpoint_is_there_when_all_shards_have_written(folder: Folder) -> N
     assert (account.gradients, account.dropped, account.histogram) == (8, 3, {0: 8})
 
 
+def test_a_shard_that_says_it_twice_is_counted_once(folder: Folder) -> None:
+    run = Noted(spec(folder.root))
+    run.reach(4)
+    run.record.cut()
+    for _ in range(2):
+        assert run.record.saved(write(folder, 4, 1)) is None
+
+
 def test_one_shard_s_problem_is_the_checkpoint_s(folder: Folder) -> None:
     run = Noted(spec(folder.root))
     run.reach(4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from syncline.dial import Course
-from syncline.engines.checkpoint_options import LOCK, Checkpoints, RunLock
+from syncline.engines.checkpoint_options import LOCK, Checkpoints, RunLock, checkpoints_of
 from syncline.engines.run import Storage
 from syncline.errors import UsageError
 from syncline.roles.run_plan import RunPlan, Saving
@@ -42,6 +42,11 @@ def test_how_often(
     saving, storage = opened(tmp_path, every, virtual=virtual)
     assert saving == Saving(cuts=True, every=updates, seconds=seconds)
     assert storage.folder == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("where", ["runs/a", "runs/a/checkpoints", "runs/a/checkpoints/000000007"])
+def test_a_run_and_each_of_its_checkpoints_mean_the_same_folder(where: str) -> None:
+    assert checkpoints_of(Path(where)) == Path("runs/a/checkpoints")
 
 
 def test_without_a_folder_there_is_nothing_to_write_to() -> None:

@@ -149,6 +149,17 @@ def test_an_epoch_before_the_checkpoint_stays_without_the_snapshot_that_is_lost(
     assert epochs(run) == [(0, {})] and not run.recorder.evaluating
 
 
+def test_an_epoch_before_the_checkpoint_that_is_being_evaluated_is_told_with_its_weights() -> None:
+    run = NotedRun()
+    run.epoch(0)
+    for shard in range(SHARDS):
+        run.part("epoch:0", shard, value=2.0)
+    run.recorder.go_back(at_epoch(1))
+    run.recorder.evaluated(0, {"accuracy": 1.0})
+    (snapshot,) = run.told(Snapshot)
+    assert snapshot.record.metrics == {"accuracy": 1.0} and bool((snapshot.state["bias"] == 2.0).all())
+
+
 # -- the end -------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ LOOPS = (
 )
 POLICIES = ("ledger", "partition", "sample")
 JITTERS = ("none", "uniform:0.5", "lognormal:0.5", "exponential:0.5", "pareto:1")
+OPTIONS = ("seed", "sync", "learners", "shards", "script")  # fields that the command has options for
 FLAGS = {"true": True, "false": False}
 
 
@@ -91,24 +92,18 @@ class Case:
         """With fields set by `key=value` texts."""
         return replace(self, **dict(_read(text) for text in settings))
 
-    def settings(self) -> list[str]:
-        """Whatever has no option of its own and is not as usual, as `key=value`."""
-        own = ("seed", "sync", "learners", "shards", "script")
-        usual = Case()
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
-        return [f"{name}={_written(getattr(self, name))}" for name in changed if name not in own]
-
     def command(self) -> str:
-        """Plays exactly this again."""
-        words = ["syncline", "simulate", "--faults", "script", "--seed", str(self.seed), "--sync", self.sync]
-        words += ["--learners", str(self.learners), "--shards", str(self.shards), "--script", self.script]
-        for text in self.settings():
-            words += ["--set", text]
+        """Plays exactly this again; what has no option of its own and is not as usual, by `--set`."""
+        words = ["syncline", "simulate", "--faults", "script"]
+        for name in OPTIONS:
+            words += [f"--{name}", str(getattr(self, name))]
+        usual = Case()
+        for name in [each.name for each in fields(self) if each.name not in OPTIONS]:
+            value = getattr(self, name)
+            text = str(value).lower() if isinstance(value, bool) else value
+            if value != getattr(usual, name):
+                words += ["--set", f"{name}={'' if value is None else text}"]
         return shlex.join(words)
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
 
 
 def _read(text: str) -> tuple[str, Any]:
@@ -237,21 +232,18 @@ def _with_nodes(case: Case) -> Case:
         return case
     each, delay = draw.choice((1, 2)), draw.choice((0, 0.01, 0.3))
     parts = f"beside=true,shards_per_machine=all,learners_per_machine={each},delay={delay}"
-    last = (case.learners - 1) // each
     lines = [case.script] if case.script else []
     for _ in range(draw.choice((1, 1, 2))):
-        lines.append(f"{_node_fault(draw, case, last)} at {_random_moment(draw, case)}")
+        length = draw.choice((0.05, 0.5, 3, 9))
+        kind = draw.choice(("kill node", "kill node", "pause node", "cut link", "cut link"))
+        first = (
+            0 if kind == "pause node" or case.checkpoint_every is not None else 1
+        )  # the first has the shards
+        node = draw.randint(first, max(first, (case.learners - 1) // each))
+        which = f"cut link 0-{max(1, node)}" if kind == "cut link" else f"{kind} {node}"
+        lasts = "" if kind == "kill node" else f" for {length} s"
+        lines.append(f"{which}{lasts} at {_random_moment(draw, case)}")
     return replace(case, cluster=f"{case.cluster},{parts}", script="; ".join(lines))
-
-
-def _node_fault(draw: random.Random, case: Case, last: int) -> str:
-    length = draw.choice((0.05, 0.5, 3, 9))
-    kind = draw.choice(("kill node", "kill node", "pause node", "cut link", "cut link"))
-    first = 0 if kind == "pause node" or case.checkpoint_every is not None else 1  # the first has the shards
-    node = draw.randint(first, max(first, last))
-    if kind == "cut link":
-        return f"cut link 0-{max(1, node)} for {length} s"
-    return f"{kind} {node} for {length} s" if kind == "pause node" else f"{kind} {node}"
 
 
 def _random_moment(draw: random.Random, case: Case) -> str:

@@ -74,10 +74,10 @@ class Tiny(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
 
 
-def play(case: Case, *, check: bool = True) -> Failure | None:
+def play(case: Case) -> Failure | None:
     """Run it; None if all is well."""
     try:
-        run(case, check=check)
+        run(case)
     except InvariantError as error:
         return Failure(_kind(str(error).partition(": ")[2]), str(error))
     except LostError as error:
@@ -213,25 +213,22 @@ def sweep(place: str) -> list[str]:
 # -- the loops ---------------------------------------------------------------------------------------------
 
 
-def _own(session: Session, case: Case) -> int:
+def _own(session: Session, case: Case) -> None:
     """A plain loop; the gradients need no backward pass."""
     model = Tiny()
     optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
     loader = session.loader(
         TensorDataset(torch.arange(case.examples)), batch_size=case.batch_size, policy=case.policy
     )
-    steps = 0
     while not session.ending and (case.steps is not None or loader.epoch < case.epochs):
         for (batch,) in loader:
             _gradient(model, batch)
             optimizer.step()
-            steps += 1
         if case.seed % 3 == 1:
             session.mean(float(session.rank))
-    return steps
 
 
-def _odd(session: Session, case: Case) -> int:
+def _odd(session: Session, case: Case) -> None:
     """One that meets the others, leaves loops early, puts several batches into a gradient, and has a second loader."""
     model = Tiny()
     optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
@@ -252,10 +249,9 @@ def _odd(session: Session, case: Case) -> int:
             optimizer.step()
         if case.seed % 3 == 0:
             session.mean(float(session.rank))
-    return 0
 
 
-def _bare(session: Session, case: Case) -> int:
+def _bare(session: Session, case: Case) -> None:
     """One without a loader of the session's."""
     model = Tiny()
     optimizer = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
@@ -265,10 +261,9 @@ def _bare(session: Session, case: Case) -> int:
         if case.seed % 3 == 2 and step % 4 == 1:
             session.mean(float(session.rank))
         optimizer.step()
-    return steps
 
 
-OWN_LOOPS: dict[str, Callable[[Session, Case], int]] = {"own": _own, "odd": _odd, "bare": _bare}
+OWN_LOOPS: dict[str, Callable[[Session, Case], None]] = {"own": _own, "odd": _odd, "bare": _bare}
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def test_pushes_of_learners_that_have_not_heard_of_lockstep_yet(loop: str) -> No
 
 
 def fails_with(error: Exception, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str] | None:
-    def run(case: Case, *, check: bool) -> Outcome:
+    def run(case: Case) -> Outcome:
         raise error
 
     monkeypatch.setattr(case_player, "run", run)
