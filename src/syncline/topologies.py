@@ -178,21 +178,23 @@ def parse_topology(text: str) -> Topology:
 
 def _tree(text: str, value: str) -> Trees:
     first, *items = [item.strip() for item in value.split(",")]
-    fields: dict[str, Any] = {"fan_in": _whole(text, "F, the learners of a leaf,", first, 2)}
+    fan_in = _whole(text, "F, the learners of a leaf,", first, 2)
+    options: dict[str, Any] = {}
     for item in items:
         key, _, given = (part.strip() for part in item.partition("="))
-        if key in fields or (key == "servers" and "root" in fields):
+        if key in options:
             raise UsageError(f"topology {text!r} gives {key} twice; give it once")
         if item == "broadcast":
-            fields[key] = True
+            options[key] = True
         elif key == "servers":
-            fields["root"] = Servers(_whole(text, "servers", given, 1), True)
+            options[key] = Servers(_whole(text, "servers", given, 1), True)
         else:
             raise UsageError(
                 f"topology {text!r}: {item!r} is none of broadcast, servers=S{nearest(key, ('broadcast', 'servers'))}; "
                 f"write {TREE}"
             )
-    return Trees(**fields)
+    root = options.get("servers", Servers(2, False))
+    return Trees(fan_in=fan_in, broadcast="broadcast" in options, root=root)
 
 
 def _whole(text: str, name: str, given: str, least: int) -> int:

@@ -64,6 +64,7 @@ def test_a_text_is_read_and_written_again(text: str, expected: Any, again: str) 
     ("tree", "F, the learners of a leaf, must be a whole number of at least 2, got ''"), ("tree:1", "at least 2, got '1'"),
     ("tree:4,servers=0", "servers must be a whole number of at least 1"),
     ("tree:4,brodcast", "'brodcast' is none of .*did you mean 'broadcast'"),
+    ("tree:4,fan_in=3", "'fan_in=3' is none of broadcast, servers=S"),
     ("tree:4,broadcast,broadcast", "gives broadcast twice"), ("tree:4,servers=1,servers=2", "gives servers twice"),
     ("allreduce:bucket=0", "bucket is a size .* of at least one byte, got '0'"), ("allreduce:bucket=3 miles", "bucket is a size"),
     ("allreduce:blocking,layerwise", "gives mode twice"),

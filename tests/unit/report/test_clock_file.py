@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
@@ -50,6 +50,7 @@ def test_what_came_after_a_version_is_forgotten(version: int, left: int, tmp_pat
     assert read_clocks(tmp_path).tolist() == ROWS[:left]
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=6))
 def test_a_run_that_goes_back_writes_over_what_was_there(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[int, int]]

@@ -6,7 +6,7 @@ import re
 from itertools import combinations
 from xml.etree import ElementTree
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.nn.net import NetRow
@@ -44,6 +44,7 @@ def nets(draw: st.DrawFn) -> list[NetRow]:
     return draw(st.permutations(rows))
 
 
+@settings(max_examples=50)
 @given(nets())
 def test_boxes_lie_below_their_sources_and_arrows_lead_from_one_to_the_other(rows: list[NetRow]) -> None:
     boxes, arrows = drawn(rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -53,6 +53,7 @@ PIECES = st.tuples(*(st.one_of(st.none(), st.integers(-4, 4).map(float)) for _ i
 TAKEN = st.tuples(PIECES, st.integers(0, 5), st.sampled_from([1.0, 0.5, 0.25]))
 
 
+@settings(max_examples=50)
 @given(st.lists(TAKEN, min_size=1, max_size=5))
 def test_a_running_mean_is_weighted_by_examples_and_missing_counts_as_zero(
     taken: list[tuple[Any, int, float]],

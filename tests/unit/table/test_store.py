@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -42,6 +42,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.booleans(), st.booleans(), STEPS)
 def test_what_is_offered_holds_its_version_and_is_not_written_while_it_may_be_read(
     places: int, movable: bool, keep: bool, steps: list[tuple[bool, set[int], str]]
