@@ -28,9 +28,8 @@ class Script:
         self._versioned = [fault for fault in self.faults if fault.version is not None]
 
     @classmethod
-    def of(cls, script: str | Iterable[Fault] | None) -> Script:
-        """From a text, or lines that are parsed already."""
-        return cls(parse_script(script) if isinstance(script, str) else script or ())
+    def of(cls, script: str | None) -> Script:
+        return cls(parse_script(script or ""))
 
     def reached(self, version: int, play: Callable[[Fault], None]) -> None:
         """The first table has this version now."""

@@ -31,7 +31,8 @@ class SimTable:
         self.buffers, self.others = (
             flat.views(flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))) for flat in flats
         )
-        self.part_bytes = part_bytes(layout)
+        parts = [part.segments(self.weights) for part in layout.parts]
+        self.part_bytes = [sum(segment.nbytes for segment in part) for part in parts]
 
     def begin(self, first: Draft) -> None:
         """As it was published."""
@@ -137,9 +138,3 @@ def poison(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
-
-
-def part_bytes(layout: Layout) -> list[int]:
-    """Bytes of every shard's part of the parameters."""
-    sizes = layout.parameters.item_sizes
-    return [sum((high - low) * sizes[segment] for segment, low, high in part.slices) for part in layout.parts]

@@ -286,7 +286,7 @@ class Simulation(Crew):
 
     def finish(self) -> None:
         """A message later, if nobody has taken the place of the last one."""
-        self.soon(lambda: self.coordinator.finish() if not self.live and not self._shards_dead() else None)
+        self.soon(lambda: self.coordinator.finish() if not self.live and not self._shard_dead() else None)
 
     def renew_shards(self) -> None:
         for server in self.servers:
@@ -330,8 +330,8 @@ class Simulation(Crew):
     def statistics(self) -> m.Statistics:
         return self.servers[0].role.leader.statistics(0)
 
-    def _shards_dead(self) -> list[int]:
-        return [server.shard for server in self.servers if server.dead]
+    def _shard_dead(self) -> bool:
+        return any(server.dead for server in self.servers)
 
     def lose_shard(self, shard: int) -> None:
         """It does nothing from now on; that is noticed a message later, after the losses before it."""
@@ -340,7 +340,7 @@ class Simulation(Crew):
             self._notice()
             self.supervision.shard_lost(f"shard {shard} was killed by the script", shard=shard)
 
-        if not self._shards_dead():
+        if not self._shard_dead():
             self.soon(noticed)
         self.servers[shard].dead = True
 
@@ -372,7 +372,7 @@ class Simulation(Crew):
 
     def goes_on(self) -> bool:
         """The run goes on from the checkpoint that is being written, as a resumed one would."""
-        if not self.exact or self.stopping or self.recorder.error is not None or self._shards_dead():
+        if not self.exact or self.stopping or self.recorder.error is not None or self._shard_dead():
             return False
         self._notice()  # they belong to this side of the checkpoint
         return bool(self.live) and self.recorder.error is None

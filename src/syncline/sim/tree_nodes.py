@@ -80,8 +80,7 @@ class SimNode:
         if table is None:
             world = self._world
             layout = world.tables[number].layout
-            lane = SimLane(layout, 2, world.clock)
-            world.lanes[number, self.learner] = lane
+            lane = world.lanes[number, self.learner] = SimLane(layout, 2, world.clock)
             lockstep = world.spec.plan.course.first.lockstep
             node = Node(self.node, leaf=self.node in world.tree.leaves, lockstep=lockstep)
             table = self._tables[number] = NodeTable(node, layout, lane)

@@ -27,8 +27,8 @@ LATENCY, SETUP = 0.25, 0.5  # of a message; of bulk data beyond that
 EQUAL = Cluster(card=Link(latency=LATENCY, setup=SETUP), memory=Link(), compute=Compute(base=1.0))
 
 
-def layout_of(shards: int = 1, *, buffers: bool = False) -> Layout:
-    model = nn.Sequential(nn.Linear(20, 9), *([nn.BatchNorm1d(9)] if buffers else []), nn.Linear(9, 5))
+def layout_of(shards: int = 1) -> Layout:
+    model = nn.Sequential(nn.Linear(20, 9), nn.Linear(9, 5))
     return lay_out(model, [model.parameters()], cuttable=True, shards=shards)[0]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncline.cluster.record import Cluster
 from syncline.dial import Course
-from syncline.engines.event_script import Fault, parse_script
+from syncline.engines.event_script import Fault
 from syncline.engines.run import RunSpec, Task
 from syncline.errors import DialError, NotYetError, UsageError
 from syncline.roles.run_plan import RunPlan
@@ -31,7 +31,6 @@ def test_a_script_by_version_and_by_time() -> None:
     assert played == [(2, "add"), (5, "kill")]
     left = script.rest(["kill learner 1 at version 3", "add 1 at version 2"])
     assert [fault.action for fault in left.faults] == ["stop", "pause"]
-    assert Script.of(parse_script(text)).timed == Script.of(text).timed
     assert Script.of(None).timed == []
 
 

@@ -87,6 +87,9 @@ def test_what_came_while_a_sum_was_under_way_goes_up_as_one_mean_by_examples() -
     slot = lane.sent[lane.numbers.index(said.number)]
     assert said.full and all((view == 2.0).all() for view in slot.gradients)
     assert world.lanes[0, 0].freed.keys() == {(0, 1)}, "its draft is free, the others' are not yet"
+    assert [each.options for _, each in world.sums] == [1, 1], (
+        "the group options came once, and have not changed since"
+    )
 
 
 def test_parameters_that_nobody_has_a_gradient_of_are_not_in_the_sum() -> None:

@@ -107,7 +107,8 @@ class BatchedGradients(Computer):
             task, self._log.values, versions, gradients, graphs=graphs, convolutions=convolutions
         )
         self._waiting: list[Loss] = []  # of promises that nobody has needed
-        self._folds: dict[tuple[int, ...], tuple[Gradient, set[Part]]] = {}  # that not all shards have made
+        # of folds that not all shards have made: the mean, and how many have
+        self._folds: dict[tuple[int, ...], tuple[Gradient, int]] = {}
         self._drawing = Random().drawn if draws else nullcontext
 
     # -- the seam ----------------------------------------------------------------------------------------
@@ -133,12 +134,10 @@ class BatchedGradients(Computer):
         if self._layout.shards == 1:
             return self._cut(part, self._mean(promises, shares))
         key = tuple(map(id, promises))  # the shards that have yet to fold hold them
-        if key not in self._folds:
-            self._folds[key] = self._copy(self._mean(promises, shares)), set()
-        gradient, done = self._folds[key]
-        done.add(part)
-        if len(done) == self._layout.shards:
-            del self._folds[key]
+        made = self._folds.pop(key) if key in self._folds else None
+        gradient, asked = made or (self._copy(self._mean(promises, shares)), 0)
+        if asked + 1 < self._layout.shards:
+            self._folds[key] = gradient, asked + 1
         return self._cut(part, gradient)
 
     def step_later(self, promise: Promise, flat: FlatSGD, plan: StepPlan, version: int) -> bool:

@@ -237,3 +237,13 @@ def test_who_leaves_takes_along_what_was_not_taken() -> None:
     assert account.active() == {1, 2} and account.quorum() == 2
     account.rests(1, 1)
     assert "members 1: version 0, clock 0 (rests), 2: version 0" in account.words()
+
+
+def test_who_rests_is_there_again_with_its_next_gradient() -> None:
+    account = begun("softsync:1", 0)
+    account.rests(0, 2)
+    account.published(0, 2, Gradient(0, 2)), account.published(0, 3, Gradient(0, 3))
+    account.taken(ticket(0, 2))
+    assert account.active() == {1, 2}, "that one was published before its rest"
+    account.taken(ticket(0, 3))
+    assert account.active() == {0, 1, 2}

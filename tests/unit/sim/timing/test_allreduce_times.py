@@ -22,7 +22,7 @@ CARDS = Cluster(compute=Compute(base=0.0, per_example=1.0), card=Link(latency=0.
 def run_of(sync: str = "hardsync", *, cluster: Cluster = CARDS, learners: int = 2, **given: Any) -> TimedRun:
     sizes = (
         {"parameters": 100, "examples": 1000, "batch_size": 4}
-        | ({"steps": 5} if not given.keys() & {"epochs", "seconds"} else {})
+        | ({} if given.keys() & {"epochs", "seconds"} else {"steps": 5})
         | given
     )
     return TimedRun(cluster=cluster, course=Course.of(sync), learners=learners, **sizes)
@@ -108,11 +108,18 @@ def test_what_cannot_be_timed_is_refused(run: TimedRun, layers: Any, words: str)
         time_all_reduce(run, place, layers)
 
 
-def test_one_can_look_how_far_it_is() -> None:
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 7}, {"seconds": 30.0}])
+def test_one_can_look_how_far_it_is(length: dict[str, Any]) -> None:
     looks: list[Any] = []
     place: Any = parse_topology("allreduce")
-    timing = time_all_reduce(run_of(steps=5, follow=looks.append), place, None)
-    assert (looks[0]().share, looks[0]().updates, looks[0]().seconds) == (1, 5, timing.seconds)
+
+    def follow(found: Any) -> None:
+        looks.append(found)
+        assert (found().share, found().updates, found().seconds) == (0, 0, 0)
+
+    timing = time_all_reduce(run_of(examples=100, follow=follow, **length), place, None)
+    assert repr(timing) == repr(time_all_reduce(run_of(examples=100, **length), place, None))
+    assert (looks[0]().share, looks[0]().updates, looks[0]().seconds) == (1, timing.updates, timing.seconds)
 
 
 def test_delay_and_layers_hide_the_rings() -> None:
