@@ -238,7 +238,7 @@ class Agent:
             order.spec if sees else replace(order.spec, storage=Storage()),
             self._processes,
             self._task,
-            self._pass_on,
+            lambda process, message: self._tell(Said(process.pid, message)),
             self._pass_end_on,
             sites=order.sites,
             site=order.site,
@@ -298,9 +298,6 @@ class Agent:
     def _ended(self, process: Process, how: str) -> None:
         assert self.host is not None
         self.host.lose(process, how)
-
-    def _pass_on(self, process: Process, message: Any) -> None:
-        self._tell(Said(process.pid, message))
 
     def _pass_end_on(self, process: Process, how: str) -> None:
         process.state = "lost"

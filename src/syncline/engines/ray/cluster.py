@@ -107,12 +107,8 @@ class RayCluster:
         resources: Mapping[str, float] | None,
     ) -> None:
         """A run: room for so many processes on each of these nodes, and the agents."""
-        self._nodes, self.secret, self._gpus, self._resources = (
-            dict(enumerate(nodes)),
-            secret,
-            gpus,
-            resources,
-        )
+        self._nodes, self.secret = dict(enumerate(nodes)), secret
+        self._gpus, self._resources = gpus, resources
         self._open(dict(enumerate(loads)))
 
     def add(self, index: int, node: Node, load: int) -> None:

@@ -151,9 +151,7 @@ class ClusterMachines(Machines):
         while not self.cluster.closing.wait(EVERY):
             try:
                 found = self.cluster.nodes()
-            except (
-                Exception
-            ):  # its account of them may be away for a while; whether nodes live is not its matter
+            except Exception:  # its account may be away for a while; whether nodes live is not its matter
                 continue
             for node in found:
                 if node.id not in known and not self.cluster.closing.is_set():

@@ -53,9 +53,8 @@ class Table:
         self.layout, self.region, self._sites = event.layout, event.region, sites
         self.shelf = TableMemory(event.region, event.layout, places=geometry.places)
         self.places, self.size = geometry.places, event.layout.parameters.nbytes
-        self.first = (
-            self.places * self.size
-        )  # where all values but versions begin: first buffers and other tensors
+        # where all values but versions begin: first buffers and other tensors
+        self.first = self.places * self.size
         self.end = self.first + event.layout.buffers.nbytes + event.layout.others.nbytes
         here = sites.of(site)
         self.here = [shard for shard in here if shard < event.layout.shards]
@@ -84,11 +83,8 @@ class LaneMemory:
     """Between one learner and the shards, of one table."""
 
     def __init__(self, event: LaneHere, slots: int) -> None:
-        self.lane, self.region, self.slots = (
-            Lane(event.region, event.layout, slots=slots),
-            event.region,
-            slots,
-        )
+        self.region, self.slots = event.region, slots
+        self.lane = Lane(event.region, event.layout, slots=slots)
         event.region.close()
         self.at = SlotOffsets(event.layout)
         self.start = self.lane.start  # of the first slot: words come before

@@ -69,7 +69,6 @@ class RemoteHost(Host):
         self._connection = way.connect()
         self.fd = self._connection.fileno()  # ready when something has come
         self.processes: list[Process] = []
-        self._ended_unnoticed: set[int] = set()  # pids
         self._vitals = NOBODY
         self._folder: Folder | None = None  # that the machine does not see
         with contextlib.suppress(Lost):  # whoever waits for its answer hears of it
@@ -114,9 +113,9 @@ class RemoteHost(Host):
             self._vitals = event
         elif isinstance(event, Started):
             self._started(event)
-        elif event.pid not in self._ended_unnoticed:
-            process = next(each for each in self.processes if each.pid == event.pid)
-            if isinstance(event, Said):
+        else:  # of the last one that had this pid
+            process = next(each for each in reversed(self.processes) if each.pid == event.pid)
+            if isinstance(event, Said) and process.state != "killed":
                 self._heard(process, event.message)
             elif isinstance(event, Ended) and process.state == "running":
                 process.reaped = True
@@ -129,8 +128,6 @@ class RemoteHost(Host):
         for process in self.processes:
             if process.pid == NO_PID and (process.role, process.number) == (event.role, event.number):
                 process.pid = event.pid
-                if process.state == "killed":  # before it was heard of
-                    self._ended_unnoticed.add(event.pid)
                 return
         if event.role == "node":  # how many there are, its machine knows
             self._new(event.role, event.number, event.rank).pid = event.pid
@@ -165,12 +162,7 @@ class RemoteHost(Host):
         self._do("end_servers")
         for process in self.processes:
             if process.role != "learner" and process.state == "running":
-                self._unnoticed(process)
-
-    def _unnoticed(self, process: Process) -> None:
-        process.state = "killed"
-        if process.pid != NO_PID:
-            self._ended_unnoticed.add(process.pid)
+                process.state = "killed"
 
     def start_learner(self, learner: int, rank: int) -> Process:
         self._do("start_learner", learner, rank)
@@ -185,7 +177,7 @@ class RemoteHost(Host):
         self._do("kill", process.role, process.number)
 
     def end(self, process: Process) -> None:
-        self._unnoticed(process)
+        process.state = "killed"
         self._do("end", process.role, process.number)
 
     def vitals(self) -> Vitals:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncline as sl
-from syncline.engines.ray.agent import describe, versions
 from syncline.errors import UsageError
 
 
@@ -81,12 +80,6 @@ def test_what_does_not_travel_is_named_before_a_cluster_is_asked() -> None:
 
     with pytest.raises(UsageError, match="objective cannot travel"):
         train(loss=None, objective=objective, engine=sl.Ray("127.0.0.1:1"))
-
-
-def test_versions_that_differ_are_named() -> None:
-    mine = versions()
-    assert describe(mine, mine) == ""
-    assert describe((mine[0], "1.0", mine[2]), mine) == f"torch 1.0 (here {mine[1]})"
 
 
 def test_tables_on_a_card_are_refused() -> None:

@@ -144,6 +144,12 @@ def test_whose_end_is_ordered_is_heard_no_more_be_it_known_or_not(machine: Machi
     assert known.state == unknown.state == "killed"
 
 
+def test_a_pid_that_comes_again_is_the_last_ones_that_had_it(machine: Machine) -> None:
+    machine.host.end(machine.started(machine.host.start_learner(1, 0), 101))
+    machine.started(machine.host.start_learner(2, 0), 101)
+    assert machine.says(Said(101, "here")) == [("learner", 2, "here")]
+
+
 def test_servers_that_are_ended_are_heard_no_more_and_learners_are(machine: Machine) -> None:
     shards = machine.host.start_servers(1, SITES, {}, again=False)
     machine.started(shards[0], 50)

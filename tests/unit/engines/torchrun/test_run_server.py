@@ -1,4 +1,4 @@
-"""Strangers at rank 0's door, on real sockets: they keep nobody waiting, and what was heard once cannot be said again."""
+"""Rank 0's clerk, on real sockets: strangers keep nobody waiting, and whoever ends, fails or leaves is known to all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from syncline import messages as m
 from syncline.dial import Course
 from syncline.engines.authentication import HELLO, WAITING, Secret, introduce
 from syncline.engines.run import RunSpec, Task
 from syncline.engines.torchrun.engine import Line
-from syncline.engines.torchrun.run_server import ControlConnection, RunServer
-from syncline.errors import LostError
+from syncline.engines.torchrun.run_server import Apart, ControlConnection, Left, RunServer
+from syncline.errors import LearnerError, LostError
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.run_plan import RunPlan
 from syncline.topologies import AllReduce
@@ -108,6 +109,40 @@ def test_what_was_heard_once_cannot_be_said_again(clerk: RunServer) -> None:
             again.sendall(answer)
             assert closed(again)
         assert clerk.recorder.error is None
+
+
+def wire(clerk: RunServer, rank: int) -> ControlConnection:
+    found = ControlConnection(call(clerk))
+    found.introduce(rank, clerk.secret)
+    return found
+
+
+def test_a_learner_that_ends_without_a_word_is_the_runs_end(clerk: RunServer) -> None:
+    wire(clerk, 0).close()
+    clerk.join()
+    assert "learner 0 is lost: its process ended without a word" in str(clerk.recorder.error)
+    assert [event.kind for event in clerk.recorder.outcome.events] == ["lost"]
+
+
+def test_what_one_raises_is_told_to_all_with_its_traceback(clerk: RunServer) -> None:
+    learner = wire(clerk, 0)
+    learner.send(m.Raised(None, "a trace\nValueError: no"))
+    error = learner.receive()
+    assert isinstance(error, LearnerError) and error.rank == 0 and "ValueError: no" in str(error)
+    learner.close()
+
+
+def test_who_waits_in_a_meeting_and_who_has_left_is_known_to_all(clerk: RunServer) -> None:
+    learner = wire(clerk, 0)
+    learner.send(Meet("a test", 7, 3))
+    assert [learner.receive(), learner.receive()] == [Apart(0, 3, what="a test"), [7]]
+    learner.send(Left("value", 5, 4, signal=15))
+    assert learner.receive() == Apart(0, 5, 4)
+    outcome = clerk.recorder.outcome
+    assert (outcome.returned, outcome.signal, outcome.interrupted) == ({0: "value"}, 15, True)
+    learner.send(LostError("enough"))
+    assert str(learner.receive()) == "enough"
+    learner.close()
 
 
 def test_rank_0_has_to_prove_itself_too() -> None:
