@@ -15,8 +15,8 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 from syncline.parallel.functions import function_rule, name_of
-from syncline.parallel.rules import Ref
-from tests.unit.parallel.calls import arrays, call_of, lying, put_together
+from syncline.parallel.rules import Ref, model_dim
+from tests.unit.parallel.calls import PARTS, arrays, call_of, lying, put_together
 
 X = Ref(0)
 # name -> (function, arguments, shapes, dimension of the first input that is cut, way that the result lies in)
@@ -68,7 +68,7 @@ def test_a_window_of_a_reshaped_array_comes_from_the_input_that_covers_it(
     shape = (3, *factors)
     cuts = data.draw(st.sets(st.integers(1, len(factors))))
     new, product = [3], 1
-    for at, factor in enumerate(factors, 1):
+    for at, factor in enumerate(data.draw(st.permutations(factors)), 1):
         product *= factor
         if at in cuts or at == len(factors):
             new.append(product)
@@ -77,7 +77,10 @@ def test_a_window_of_a_reshaped_array_comes_from_the_input_that_covers_it(
     x = torch.randn(shape)
     result = x.reshape(new)
     (array,), (out,) = arrays([x]), arrays([result])
-    call = call_of("reshape", [array], [out], spreads=[lying(array, dim)], args=[Ref(0), *new])
+    big = new[model_dim(tuple(new))] >= PARTS
+    way = data.draw(st.sampled_from([None, "model"] if big else [None]))  # as a plan cuts the result
+    spreads = [lying(array, None if way else dim)]
+    call = call_of("reshape", [array], [out], spreads=spreads, args=[Ref(0), *new], way=way)
     assert torch.equal(put_together(function_rule(call), call, [x], result, None), result)
 
 
@@ -113,3 +116,15 @@ def test_an_operation_along_what_a_plan_cuts_is_refused() -> None:
     call = call_of(torch.softmax, [array], [array], args=[Ref(0), 1], way="model")
     with pytest.raises(UsageError, match="works along a dimension that 'model' cuts: give it another way"):
         function_rule(call).place(call)
+
+
+@pytest.mark.parametrize(
+    "old, new", [((3, 2, 3, 2), (3, 3, 2, 2)), ((2, 4, 6), (2, 6, 4, 1)), ((2, 3, 5), (2, 5, 3, 1))]
+)
+def test_a_cut_that_falls_between_places_of_the_input_reads_a_whole_piece_more(
+    old: tuple[int, ...], new: tuple[int, ...]
+) -> None:
+    x = torch.randn(old)
+    result = x.reshape(new)
+    call = call_of("reshape", arrays([x]), arrays([result]), args=[Ref(0), *new], way="model")
+    assert torch.equal(put_together(function_rule(call), call, [x], result, None), result)
