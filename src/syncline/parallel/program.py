@@ -184,10 +184,7 @@ class Program:
                 pads = [windows[self.group.rank].pad for windows in slot.readers]
                 slot.move = self._move(slot, wants, pads=pads)
         ends = {id(leaf): leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, Slot)}
-        for (
-            name,
-            slot,
-        ) in ends.items():  # whole to everybody; its gradient is the same everywhere and counts once
+        for name, slot in ends.items():  # whole to all; its gradient is the same everywhere and counts once
             wants = [[Box.whole(slot.array.shape)]] * self.group.size
             self._ends[name] = self._move(slot, wants, shared=True)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.nn import Net
-from syncline.nn.registry import INITIALISERS, TYPES
+from syncline.nn.registry import INITIALISERS, TYPES, find_type, initialise, layer, wrong_initialiser
 from tests.unit.nn.layer_lists import classifier, data
 
 
@@ -77,3 +77,45 @@ def test_initialisers_of_single_parameters() -> None:
     net = Net(classifier(init={"bias": {"name": "constant", "value": 1.0}, "weight": "orthogonal"}))
     assert net.fc2.bias.tolist() == [1.0, 1.0, 1.0]
     assert torch.allclose(net.fc2.weight @ net.fc2.weight.t(), torch.eye(3), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("gaussian", []),
+        ({"name": "gaussian", "std": 0.1}, []),
+        ({"name": "gaussian", "std": 0.0}, ["gaussian: std: expected a finite number above 0, got 0.0"]),
+        ("constant", ["constant: lacks its argument 'value'"]),
+        ({"std": 1.0}, ["expected the name of an initialiser, or a table with it, got {'std': 1.0}"]),
+    ],
+)
+def test_an_initialiser_is_checked_before_anything_is_made(given: Any, words: list[str]) -> None:
+    assert [*wrong_initialiser(given)] == words
+
+
+def test_an_initialiser_gets_its_arguments() -> None:
+    values = nn.Parameter(torch.zeros(1000))
+    initialise(values, {"name": "uniform", "low": 2.0, "high": 3.0})
+    assert 2.0 <= values.min() < 2.1 and 2.9 < values.max() < 3.0 and values.requires_grad
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("dens", "no layer type is called 'dens', did you mean 'dense'"),
+        (
+            "own:Layer",
+            r"'own:Layer' is not registered here; import it and give it to sl.layer\('own:Layer'\)",
+        ),
+        (3, "no layer type is called 3; there are: "),
+    ],
+)
+def test_a_type_that_is_not_there_is_refused_with_what_there_is(name: Any, words: str) -> None:
+    with pytest.raises(sl.UsageError, match=words):
+        find_type(name)
+
+
+def test_what_a_type_wants_first_is_said_by_its_signature() -> None:
+    assert [find_type(name).wants for name in ("dense", "concat", "relu")] == ["shape", "shapes", ""]
+    with pytest.raises(sl.UsageError, match="a function that gives a module"):
+        layer("test_made")(nn.ReLU())  # type: ignore[type-var]
