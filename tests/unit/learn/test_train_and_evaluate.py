@@ -170,16 +170,9 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
 
 
 def training(model: Any, data: Any, **options: Any) -> Training:
-    given: dict[str, Any] = {
-        "schedule": None,
-        "batch_size": 3,
-        "epochs": 2,
-        "policy": "ledger",
-        "collate": None,
-    }
-    return Training(
-        model=model, data=data, objective=squares, optimizer=partial(SGD, lr=0.5), **{**given, **options}
-    )
+    given = {"objective": squares, "schedule": None, "batch_size": 3, "epochs": 2, **options}
+    rate = partial(SGD, lr=0.5)
+    return Training(model=model, data=data, optimizer=rate, policy="ledger", collate=None, **given)
 
 
 def test_the_loop_is_a_plain_one_with_the_rate_of_its_epoch() -> None:
@@ -197,6 +190,25 @@ def test_the_loop_is_a_plain_one_with_the_rate_of_its_epoch() -> None:
             optimizer.step()
         scheduler.step()
     assert torch.equal(model.weight, plain.weight) and torch.equal(model.bias, plain.bias)
+
+
+def test_new_servers_take_the_rate_back_to_their_epoch() -> None:
+    session, servers = session_of_one(epochs=2)
+    held: list[Any] = []
+    rates: list[float] = []
+
+    def schedule(optimizer: Any) -> ExponentialLR:
+        held.append(optimizer)
+        return ExponentialLR(optimizer, gamma=0.5)
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        rates.append(held[0].param_groups[0]["lr"])
+        servers.renewed = len(rates) == 4
+        return squares(model, batch)
+
+    data = TensorDataset(torch.randn(7, 3))
+    run_training(session, training(nn.Linear(3, 1), data, objective=objective, schedule=schedule))
+    assert rates == [0.5] * 3 + [0.25] + [0.5] * 3 + [0.25] * 3
 
 
 def test_the_loop_ends_with_the_run() -> None:
