@@ -20,12 +20,11 @@ from syncline.dial import Course, Sync
 from syncline.engines.local.shared_memory import PAGE, Region, SharedWords
 from syncline.errors import RunError
 from syncline.learn.session import Session
-from syncline.sim.owned_memory import part_bytes
 from syncline.table.gradient_slot import Slot, slot_bytes
 from syncline.table.layout import LINE
 from syncline.table.shard import Shard
 from syncline.table.store import OnePlace
-from tools.calibration.shard_benchmark import Draft, Work, hand_over, seconds_of
+from tools.calibration.shard_benchmark import Draft, Work, hand_over, part_bytes, seconds_of
 from tools.calibration.window_benchmark import Player, Stage, Workload, inequality
 
 YIELDS, NAP = 500, 0.00005  # how a process waits for its turn

@@ -27,7 +27,6 @@ from syncline.learn.session import Session, make_optimizer
 from syncline.messages.to_leader import Gradient, ToLeader
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import ServerRole
-from syncline.sim.owned_memory import part_bytes
 from syncline.sim.simulation import Simulation
 from syncline.table.gradient_slot import private_slot
 from syncline.table.layout import Layout, lay_out
@@ -51,6 +50,12 @@ class Work:
     fold: float  # the optimizer's step
     serve: float  # all weights into a learner's inbox
     uneven: float = 0.0  # the Gini coefficient of single computations, of all learners together
+
+
+def part_bytes(layout: Layout) -> list[int]:
+    """Of every shard's part of the parameters."""
+    sizes = layout.parameters.item_sizes
+    return [sum((high - low) * sizes[segment] for segment, low, high in part.slices) for part in layout.parts]
 
 
 class Draft:

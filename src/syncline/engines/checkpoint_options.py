@@ -136,7 +136,7 @@ def checkpoints_of(path: Path) -> Path:
 
 def has_trained(events: Path) -> bool:
     """What failed before its first example was folded leaves nothing to keep: its script is mended and run again."""
-    with contextlib.suppress(FileNotFoundError), events.open(errors="replace") as lines:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), events.open(errors="replace") as lines:
         for text in lines:
             try:
                 line = json.loads(text)

@@ -27,13 +27,10 @@ START = Restored(name="start", seed=0)
 
 @dataclass
 class Coordinator:
-    """Notes what it is told; `unaware` are learners that have not met the present shards."""
+    """Notes what it is told; `stale` are learners that have not met the present shards."""
 
     said: list[Any]
-    unaware: set[int] = field(default_factory=set)
-
-    def stale(self, learner: int) -> bool:
-        return learner in self.unaware
+    stale: set[int] = field(default_factory=set)
 
     def join(self, learner: int, rank: int) -> None:
         self.said.append(("join", learner, rank))

@@ -13,7 +13,7 @@ from syncline.cluster.record import Cluster, Compute
 from syncline.dial import Course, as_sync
 from syncline.engines.run import Outcome, RunSpec, Task
 from syncline.errors import NotYetError, RunError, UsageError
-from syncline.learn.training import run_training
+from syncline.learn.train_and_evaluate import run_training
 from syncline.roles.run_plan import RunPlan
 from syncline.sim import engine as engine_module
 from syncline.sim.engine import Sim, SimHandle

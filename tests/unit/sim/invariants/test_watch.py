@@ -27,7 +27,9 @@ class World(SmallWorld):
         super().__init__(sync=sync)
         table = self.open_table(1, 0, 1)
         self.watch = watch = Watch(self)  # type: ignore[arg-type]
-        leader = SimpleNamespace(standings=dict, named=lambda table, leader: (0, 1))
+        leader = SimpleNamespace(
+            dispatcher=SimpleNamespace(standings=dict), named=lambda table, leader: (0, 1)
+        )
         replay = SimpleNamespace(options=lambda *_: [{"lr": 0.0}])
         self.servers = [SimpleNamespace(role=SimpleNamespace(leader=leader, replay=replay))]
         template: Any = SimpleNamespace(kind=None, options=[{}], of=OptimizerTemplate.of)
@@ -106,7 +108,7 @@ def many_events(world: World) -> None:
 
 
 def ledger_that_forgets(world: World) -> None:
-    world.servers[0].role.leader.standings = lambda: {
+    world.servers[0].role.leader.dispatcher.standings = lambda: {
         0: SimpleNamespace(fresh={0: {}}, returned=[], skipped={0: 0})
     }
     world.watch.noted(0, say.CloseLoader(0, 1))
