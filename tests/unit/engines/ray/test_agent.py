@@ -15,8 +15,8 @@ import pytest
 from syncline.dial import Course
 from syncline.engines.authentication import connect
 from syncline.engines.local.host_interface import Sites, Vitals
-from syncline.engines.local.shared_pickle import unpack
 from syncline.engines.local.processes import Process
+from syncline.engines.local.shared_pickle import unpack
 from syncline.engines.ray import agent as module
 from syncline.engines.ray.agent import TASK, Agent, Begin, Do, Ended, Ready, Said, Started, describe, versions
 from syncline.engines.ray.frame_kinds import WORD, Kind, ObjectConnection
