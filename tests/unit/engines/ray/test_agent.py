@@ -27,7 +27,7 @@ from syncline.topologies import Servers
 from tests.unit.engines.ray.doubles import SECRET
 
 PLAN = RunPlan(course=Course.of("async"), learners=1, topology=Servers(1, fixed=True))
-SPEC = RunSpec(task=Task(print), plan=PLAN, storage=Storage(folder="/some/folder"))
+SPEC = RunSpec(task=Task(abs), plan=PLAN, storage=Storage(folder="/some/folder"))
 
 
 class Processes:
