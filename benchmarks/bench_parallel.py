@@ -34,7 +34,7 @@ from benchmarks.bench_overlap import Network, network_of
 from benchmarks.overlap_learner import Place
 from benchmarks.peers.team import Team
 from benchmarks.workload import make_optimizer
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 from syncline.models import AlexNet
 from syncline.parallel import Group
 from syncline.plan import measure, plan, step_seconds

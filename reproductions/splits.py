@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks import machine
 from syncline import Cluster, Sim, plan
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 from syncline.plan import step_seconds
 from syncline.plan.costs import Measured
 from syncline.plan.graph import LayerGraph

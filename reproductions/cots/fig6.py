@@ -11,7 +11,7 @@ import torch
 from reproductions.cots.networks import IMAGE, cots_network
 from reproductions.splits import Split, draw, options_of, show, split, write
 from syncline import Cluster
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 
 IMAGES = 96
 PAPER = "paper: an update of the 11 B net on 64 GPUs takes less than 0.6 s (third stack)"

@@ -14,7 +14,7 @@ from syncline.batch import commands as c
 from syncline.batch import messages as b
 from syncline.batch.coordinator import Coordinator, slots_of, window_of
 from syncline.batch.portions import Portions, Samples, Statistics
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.errors import RunError
 from syncline.learn.server_session import check_whole

@@ -15,7 +15,7 @@ from torch import nn
 
 from reproductions.splits import Split, draw, options_of, show, split, write
 from syncline import Cluster
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 from syncline.nn.block_local import StackShape, build_stacks
 
 BATCH, FLOPS = 32, 100e9

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from benchmarks import machine
 from reproductions.distbelief import speech
-from syncline.cluster.record import Compute, Jitter
+from syncline.cluster import Compute, Jitter
 from syncline.data import digits
 from syncline.models import mlp
 from syncline.report import svg_plots as svg

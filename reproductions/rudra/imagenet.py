@@ -8,7 +8,7 @@ was fitted to CIFAR-10's times (docs/howto/simulator.md).
 from __future__ import annotations
 
 import syncline as sl
-from syncline.cluster.record import Compute
+from syncline.cluster import Compute
 
 PARAMETERS = 72_000_000
 EXAMPLES = 1_200_000

@@ -12,7 +12,7 @@ from torch import nn
 
 from reproductions.splits import Split, draw, options_of, show, simulated, split, write
 from syncline import Cluster
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 from syncline.models import AlexNet
 
 BATCH, ONE_NODE, SERVERS = 256, 27.3, 7

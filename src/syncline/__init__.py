@@ -1,7 +1,7 @@
 """Syncline trains PyTorch models on many workers, with synchrony as a dial."""
 
 from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Sync
 from syncline.engines.local.engine import Local
 from syncline.engines.ray.engine import Ray

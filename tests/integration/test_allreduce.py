@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, lr_scheduler
 from torch.utils.data import IterableDataset, TensorDataset
 
 import syncline as sl
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.errors import LayoutError, RunError, UsageError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

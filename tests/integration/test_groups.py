@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.errors import LearnerError, NotYetError, UsageError
 from syncline.testing.leftovers import children
 from syncline.train import groups

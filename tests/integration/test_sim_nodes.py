@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import syncline as sl
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 from syncline.errors import NotYetError
 from tests.integration.small_runs import clouds, kinds, network, same
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncline as sl
-from syncline.cluster.record import Compute, Cost, Jitter, Link
+from syncline.cluster import Compute, Cost, Jitter, Link
 from syncline.errors import DialError, LostError
 from syncline.sim import fibers
 from tests.integration.small_runs import clouds, kinds, network, same

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import syncline as sl
-from syncline.cluster.record import Compute, Jitter, Link
+from syncline.cluster import Compute, Jitter, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
 from syncline.roles.run_plan import RunPlan

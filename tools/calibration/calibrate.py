@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncline.cluster.record import Cluster, Compute, keep
+from syncline.cluster import Cluster, Compute, keep
 from syncline.dial import Course
 from syncline.errors import UsageError
 from syncline.learn.server_session import check_whole, shards_for

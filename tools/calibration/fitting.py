@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from syncline.cluster.record import Cluster, Compute, Cost, Jitter, Link
+from syncline.cluster import Cluster, Compute, Cost, Jitter, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
 from syncline.learn.session import Session

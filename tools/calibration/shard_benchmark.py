@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course, Sync
 from syncline.engines.local.record_codec import decode, encode
 from syncline.engines.local.shared_memory import Region, WakeUp

@@ -3,7 +3,7 @@ negative, with Powell's restarts) and L-BFGS (directions from the last few steps
 
 The history of L-BFGS lies on the shards. The two-loop recursion runs on the dots between its vectors and g, which are kept
 here, so that the direction is one linear combination (Chen, Wang and Zhou 2014): the round trips of an iteration do
-not grow with the history. Not responsible for how far to go, nor for when to end (`method_base`).
+not grow with the history. Not responsible for how far to go, nor for when to end (`descent`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from syncline.batch import commands as c
-from syncline.batch.method_base import (
+from syncline.batch.descent import (
     MEASURE,
     Descent,
     Direction,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.cluster.record import Cluster as Machines
+from syncline.cluster import Cluster as Machines
 from syncline.engines.checkpoint_options import checkpoints_of
 from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from syncline.cli.error_output import told
 from syncline.cli.options import BatchSize, Cluster, Debug, JobFile, Learners, Sets, Wish, load
-from syncline.cluster.record import Cluster as Machines
+from syncline.cluster import Cluster as Machines
 from syncline.errors import UsageError
 from syncline.learn.loader import reader
 from syncline.plan import plan as cheapest

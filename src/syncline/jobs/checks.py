@@ -19,7 +19,7 @@ from syncline.jobs.keys import Named, shown
 from syncline.jobs.names import METHODS, NAMES, Role, one_line, resolve, takes_model
 from syncline.learn.gradient_ways import parse_way
 from syncline.learn.loader import POLICIES
-from syncline.nn.file_arguments import wrong_arguments
+from syncline.nn.argument_checks import wrong_arguments
 from syncline.nn.layer_records import NetError, read_layers
 from syncline.nn.registry import TYPES, layer
 from syncline.topologies import parse_topology

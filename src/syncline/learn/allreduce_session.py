@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from syncline import messages as m
 from syncline.errors import LayoutError, UsageError
-from syncline.learn.allreduce_feed import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
+from syncline.learn.allreduce_loader import AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.allreduce_reducer import Header
 from syncline.learn.allreduce_state import cut_table
@@ -29,7 +29,7 @@ from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
 from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, PeerEpoch, PeerTable, own_losses
 from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors
 from syncline.roles.run_plan import Seat
-from syncline.roles.waiting_learners import brought, like, mean_of
+from syncline.roles.waiting_at_coordinator import brought, like, mean_of
 from syncline.table.checkpoints import CheckpointError, table_file
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look

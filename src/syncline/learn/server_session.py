@@ -26,7 +26,7 @@ from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
 from syncline.ports import LearnerPort, Reset
 from syncline.roles.run_plan import Seat
-from syncline.roles.waiting_learners import brought, like
+from syncline.roles.waiting_at_coordinator import brought, like
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import ELEMENTWISE, SCALE_INVARIANT, OptimizerTemplate, is_torchs

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.nn.argument_checks import COUNT, FLAG, SHARE, Kind, at_least, check
 from syncline.nn.block_local import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
-from syncline.nn.file_arguments import COUNT, FLAG, SHARE, Kind, at_least, check
 
 WIDTH = Kind("a number above 0 and at most 16", lambda value: type(value) in (int, float) and 0 < value <= 16)
 

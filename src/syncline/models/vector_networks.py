@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.nn.file_arguments import COUNT, FLAG, SHARE, check
+from syncline.nn.argument_checks import COUNT, FLAG, SHARE, check
 from syncline.nn.layers import LOSSES, Noise, Sparsity
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

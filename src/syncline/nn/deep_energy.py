@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.nn.argument_checks import COUNT, check
 from syncline.nn.energy import CHAINS, RBM, Contrastive, Parts, fill, is_trained, keep_chains
-from syncline.nn.file_arguments import COUNT, check
 
 
 class DBN(nn.Module, Parts):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.nn.file_arguments import COUNT, check
+from syncline.nn.argument_checks import COUNT, check
 
 CHAINS = "chains"  # the buffer of persistent chains; each learner has its own, and no saved model has any
 

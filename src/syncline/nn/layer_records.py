@@ -16,7 +16,7 @@ from torch import nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.nn.file_arguments import FLAG, NOT_NEGATIVE, shown, wrong_arguments, wrong_values
+from syncline.nn.argument_checks import FLAG, NOT_NEGATIVE, shown, wrong_arguments, wrong_values
 from syncline.nn.registry import LayerType, find_type, wrong_initialiser
 
 OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "share")

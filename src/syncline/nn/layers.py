@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.nn.block_local import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
-from syncline.nn.energy import CRBM, RBM, Units
-from syncline.nn.file_arguments import (
+from syncline.nn.argument_checks import (
     Count,
     Counts,
     Flag,
@@ -31,6 +29,8 @@ from syncline.nn.file_arguments import (
     Wholes,
     choice,
 )
+from syncline.nn.block_local import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
+from syncline.nn.energy import CRBM, RBM, Units
 from syncline.nn.registry import built_in
 
 Dims = tuple[int, ...]

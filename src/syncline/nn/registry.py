@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
-from syncline.nn.file_arguments import Number, Positive, wrong_arguments, wrong_values
+from syncline.nn.argument_checks import Number, Positive, wrong_arguments, wrong_values
 
 GROUP = "syncline.layers"  # of entry points: name = "package.module:Class"
 Role = Literal["layer", "input", "loss"]

@@ -16,7 +16,7 @@ from syncline.ports import CoordinatorPort
 from syncline.roles.checkpoint_manifest import Restored, manifest
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.table_registry import TableRegistry
-from syncline.roles.waiting_learners import WaitingLearners
+from syncline.roles.waiting_at_coordinator import WaitingLearners
 from syncline.table.checkpoints import FIRST
 from syncline.table.layout import Layout
 

@@ -1,7 +1,7 @@
 """Tables and loaders that learners open: layouts are compared, the lowest rank initialises, all begin together (M6, M7).
 
 The coordinator's part: shards hear of what is made and who joins it, learners get their answers. Not responsible for
-learners that wait for each other elsewhere (`waiting_learners`), nor for what a checkpoint holds (`checkpoint_manifest`).
+learners that wait for each other elsewhere (`waiting_at_coordinator`), nor for what a checkpoint holds (`checkpoint_manifest`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from syncline.ports import CoordinatorPort
 from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
-from syncline.roles.waiting_learners import WaitingLearners
+from syncline.roles.waiting_at_coordinator import WaitingLearners
 from syncline.table.checkpoints import Source, table_file
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Sync
 from syncline.engines.checkpoint_writer import write_part
 from syncline.engines.event_script import Fault

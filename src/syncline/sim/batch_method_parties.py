@@ -16,7 +16,7 @@ from syncline.batch import commands as c
 from syncline.batch import messages as b
 from syncline.batch.coordinator import Coordinator
 from syncline.batch.portions import Cancel
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.sim.clock import Clock
 from syncline.sim.machine_cores import Machines

@@ -18,7 +18,7 @@ from torch import Tensor
 from syncline import messages as m
 from syncline.batch import messages as b
 from syncline.batch.commands import Program
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Sync
 from syncline.engines.batch_method_record import BatchRecord, coordinator_of, state_of, write_first
 from syncline.engines.checkpoint_writer import write_part

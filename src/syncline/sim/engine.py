@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from syncline import messages as m
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course, Sync
 from syncline.engines import live_runs as live
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec

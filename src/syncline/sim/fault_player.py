@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course, as_sync
 from syncline.engines.event_script import Fault, parse_script
 from syncline.engines.run import RunSpec

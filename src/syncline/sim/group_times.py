@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from syncline.cluster.record import Cluster, Compute
+from syncline.cluster import Cluster, Compute
 
 
 def seats_of(cluster: Cluster, group: int) -> Cluster:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.sim.clock import Action, Clock
 
 

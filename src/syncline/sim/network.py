@@ -13,7 +13,7 @@ import random
 from bisect import bisect_right
 from collections import Counter, deque
 
-from syncline.cluster.record import Cluster, uniform
+from syncline.cluster import Cluster, uniform
 from syncline.sim.clock import Action, Clock
 
 SHARES = (0.0, 0.0, 0.01, 0.1, 1.0)  # of a step: how late bulk comes at most

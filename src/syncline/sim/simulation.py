@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Sync, as_sync
 from syncline.engines.event_script import Fault
 from syncline.engines.recorder import Recorder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from syncline.cluster.record import Cluster, Compute
+from syncline.cluster import Cluster, Compute
 from syncline.dial import Course
 from syncline.engines.batch_method_record import available_memory, readable
 from syncline.engines.run import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.batch.commands import BatchMethod, Combine, Dot, Evaluate
-from syncline.batch.method_base import Descent
+from syncline.batch.descent import Descent
 from syncline.batch.methods import LBFGS, ConjugateGradient, GradientDescent
 from syncline.errors import UsageError
 from tests.unit.batch.compare import by_torch

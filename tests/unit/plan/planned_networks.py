@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 
 ETHERNET = Cluster.named("ethernet-1g")
 BATCH = torch.empty(256, 3, 224, 224, device="meta")

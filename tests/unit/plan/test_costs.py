@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.models import AlexNet
 from syncline.plan import best_group, data_parallel, grouped, measure, model_parallel, plan
 from tests.unit.plan.planned_networks import BATCH, ETHERNET, mlp

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.errors import UsageError
 from syncline.models import AlexNet
 from syncline.parallel import partition

@@ -15,7 +15,7 @@ from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState
 from syncline.roles.run_plan import RunPlan, Saving
 from syncline.roles.table_registry import TableRegistry
-from syncline.roles.waiting_learners import WaitingLearners
+from syncline.roles.waiting_at_coordinator import WaitingLearners
 from syncline.table.checkpoints import Source, Written, table_file
 from tests.unit.roles.doubles import coordinator_port, layout, template, told
 

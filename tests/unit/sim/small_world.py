@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.dial import Course
 from syncline.engines.run import RunSpec, Task
 from syncline.messages.to_leader import Gradient

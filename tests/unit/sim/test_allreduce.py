@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.cluster.record import Cluster, Link
+from syncline.cluster import Cluster, Link
 from syncline.sim.allreduce import BROADCAST, Rings
 from syncline.sim.clock import Clock
 

@@ -9,7 +9,7 @@ from typing import Any
 from syncline.batch import commands as c
 from syncline.batch import messages as b
 from syncline.batch.portions import Batch, Cancel
-from syncline.cluster.record import Cluster, Compute, Cost, Link
+from syncline.cluster import Cluster, Compute, Cost, Link
 from syncline.sim.batch_method_parties import Numbers, Play
 from syncline.sim.clock import Clock
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import syncline as sl
-from syncline.cluster.record import Cluster, Compute
+from syncline.cluster import Cluster, Compute
 from syncline.dial import Course, as_sync
 from syncline.engines.run import Outcome, RunSpec, Task
 from syncline.errors import NotYetError, RunError, UsageError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course
 from syncline.engines.event_script import Fault
 from syncline.engines.run import RunSpec, Task

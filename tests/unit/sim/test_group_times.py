@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cluster.record import Cluster, Compute, Cost, Link
+from syncline.cluster import Cluster, Compute, Cost, Link
 from syncline.sim.group_times import groups_of, seats_of
 
 USUAL = Cluster(

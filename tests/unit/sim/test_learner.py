@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from syncline import messages as m
-from syncline.cluster.record import Cost
+from syncline.cluster import Cost
 from syncline.engines.run import Task
 from syncline.errors import InvariantError, UsageError
 from syncline.messages.to_leader import Used

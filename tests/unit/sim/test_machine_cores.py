@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.errors import UsageError
 from syncline.sim.machine_cores import Queues
 

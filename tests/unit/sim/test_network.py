@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cluster.record import Cluster, Link
+from syncline.cluster import Cluster, Link
 from syncline.sim.machine_cores import Cores
 from syncline.sim.network import SimNetwork, Way
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.cluster.record import Cluster, Cost, Link
+from syncline.cluster import Cluster, Cost, Link
 from syncline.messages.log import Fold, Leave, PutValues, Take
 from syncline.ports import Portion, Reading, Serving
 from syncline.sim.owned_memory import DRAFT

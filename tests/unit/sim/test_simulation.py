@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline import messages as m
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course
 from syncline.engines.event_script import Fault
 from syncline.engines.run import RunSpec, Task

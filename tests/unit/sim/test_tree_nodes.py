@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.cluster.record import Cluster, Cost
+from syncline.cluster import Cluster, Cost
 from syncline.dial import as_sync
 from syncline.messages.to_leader import Sum
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from syncline.cluster.record import Jitter
+from syncline.cluster import Jitter
 from syncline.engines.local import supervisor
 from syncline.engines.local.engine import LocalHandle
 from syncline.errors import LearnerError, LostError, UsageError

@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from syncline.cluster.record import Cluster
-from syncline.cluster.record import keep as keep_cluster
+from syncline.cluster import Cluster
+from syncline.cluster import keep as keep_cluster
 from syncline.engines.authentication import Secret
 from syncline.engines.local.engine import LocalHandle, check_platform
 from syncline.engines.local.host_interface import Sites

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from syncline.cluster.record import Cluster, Link
+from syncline.cluster import Cluster, Link
 from syncline.engines.authentication import Listener, Secret, Stranger, connect
 from syncline.engines.ray.bulk_connection import Connection, Head, Lost
 from syncline.engines.ray.placement import Node, deal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncline.messages import log
 from syncline.protocols.sequence import Fold
-from syncline.sim.invariants.feed import Broken
+from syncline.sim.invariants.loader_accounts import Broken
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate, Options
 from syncline.table.shard import Shard

@@ -1,6 +1,6 @@
 """Looks on at a simulated run: feeds the accounts, checks after every event, and says what is broken, when, and who does what.
 
-`WatchedRole` is a shard that is looked at. Not responsible for what always holds: `tables`, `feed` and `values` are.
+`WatchedRole` is a shard that is looked at. Not responsible for what always holds: `table_accounts`, `loader_accounts` and `values` are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from syncline.protocols.meetings import Met, Uncross
 from syncline.protocols.sequence import Change, Drop, Fold, Take
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
-from syncline.sim.invariants.feed import Broken, FeedAccount, StreamAccount
-from syncline.sim.invariants.tables import Gradient, TableAccount
+from syncline.sim.invariants.loader_accounts import Broken, FeedAccount, StreamAccount
+from syncline.sim.invariants.table_accounts import Gradient, TableAccount
 from syncline.sim.invariants.values import Values
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from syncline import messages as m
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course
 from syncline.engines.run import EpochRecord, Event, RunSpec, Task
 from syncline.engines.simulated_times import LearnerTimes

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course
 from syncline.errors import UsageError
 from syncline.protocols.lifecycle import Faults

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from syncline.cluster.record import Cluster
+from syncline.cluster import Cluster
 from syncline.dial import Course
 from syncline.engines.event_script import parse_script
 from syncline.engines.run import Outcome, RunSpec, Storage, Task

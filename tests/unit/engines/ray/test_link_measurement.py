@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import syncline as sl
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.engines.authentication import Secret
 from syncline.engines.ray import link_measurement as measuring
 from syncline.engines.ray.link_measurement import Echo, Way, measure_way, measured

@@ -12,7 +12,7 @@ from torch import Tensor
 from syncline.messages import log
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Fold
-from syncline.sim.invariants.feed import Broken
+from syncline.sim.invariants.loader_accounts import Broken
 from syncline.sim.invariants.values import KEPT, Values
 from tests.unit.sim.small_world import layout_of
 

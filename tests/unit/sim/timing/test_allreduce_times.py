@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import syncline as sl
-from syncline.cluster.record import Cluster, Compute, Link
+from syncline.cluster import Cluster, Compute, Link
 from syncline.dial import Course
 from syncline.learn.allreduce_reducer import FORWARD
 from syncline.sim.timing.allreduce_times import TimedRings, time_all_reduce

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncline as sl
-from syncline.cluster.record import Compute, Link
+from syncline.cluster import Compute, Link
 from syncline.dial import Course
 from syncline.sim.timing.run_times import TimedRun
 

@@ -3,7 +3,7 @@
 import pytest
 
 import syncline as sl
-from syncline.cluster.record import Cluster, Compute
+from syncline.cluster import Cluster, Compute
 from syncline.errors import DialError
 from syncline.sim.timing.run_times import Timing
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from syncline.batch import commands as c
-from syncline.batch.method_base import Options, Standing, first_step
+from syncline.batch.descent import Options, Standing, first_step
 from syncline.batch.methods import ConjugateGradient
 from syncline.errors import UsageError
 

@@ -14,8 +14,8 @@ from syncline.messages import MakeTable
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Change, Drop, Fold, Sequence, Take
 from syncline.protocols.waiting import Release
-from syncline.sim.invariants.feed import Broken
-from syncline.sim.invariants.tables import Gradient, TableAccount
+from syncline.sim.invariants.loader_accounts import Broken
+from syncline.sim.invariants.table_accounts import Gradient, TableAccount
 
 
 def make(sync: str, learners: int = 3, **options: Any) -> TableAccount:

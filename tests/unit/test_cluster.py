@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cluster.record import KINDS, Cluster, Compute, Cost, Jitter, Link, keep, uniform
+from syncline.cluster import KINDS, Cluster, Compute, Cost, Jitter, Link, keep, uniform
 from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.sim.engine import Sim

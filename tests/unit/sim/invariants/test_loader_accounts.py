@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.protocols.epoch_positions import Standing
-from syncline.sim.invariants.feed import Broken, FeedAccount, StreamAccount
+from syncline.sim.invariants.loader_accounts import Broken, FeedAccount, StreamAccount
 
 SIZE, BATCH = 8, 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from syncline.errors import UsageError
-from syncline.nn.file_arguments import (
+from syncline.nn.argument_checks import (
     COUNT,
     MOST,
     SHARE,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from syncline.errors import UsageError
-from syncline.learn.allreduce_feed import PATIENCE, AllReduceLoader, AllReduceSplitLoader, ZeroGradients
+from syncline.learn.allreduce_loader import PATIENCE, AllReduceLoader, AllReduceSplitLoader, ZeroGradients
 from syncline.protocols.epoch_positions import Standing
 from syncline.roles.checkpoint_manifest import LoaderState
 

@@ -25,7 +25,7 @@ from syncline.protocols.meetings import EPOCH, LOADER, STEP, TABLE, MeetingPlace
 from syncline.roles.coordinator import Coordinator
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.server import ServerRole
-from syncline.roles.waiting_learners import WaitingLearners, brought, differing, like, mean_of
+from syncline.roles.waiting_at_coordinator import WaitingLearners, brought, differing, like, mean_of
 from tests.unit.roles.doubles import coordinator_port, layout, told
 
 Loop = list[str]  # "mean", or a loader's letter

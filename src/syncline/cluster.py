@@ -180,7 +180,7 @@ class Cluster:
             if not isinstance(getattr(self, name), kind):
                 raise UsageError(
                     f"Cluster: {name} is a {kind.__name__}, got {getattr(self, name)!r}; write {name}={_EXAMPLES[kind]}, with "
-                    f"from syncline.cluster.record import {kind.__name__}"
+                    f"from syncline.cluster import {kind.__name__}"
                 )
         for name in ("stragglers", "crowding", "message", "reply", "spin", "delay"):
             _number("Cluster", name, getattr(self, name))

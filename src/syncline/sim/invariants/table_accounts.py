@@ -13,7 +13,7 @@ from syncline.messages import MakeTable
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Drop, Fold
 from syncline.protocols.waiting import Release
-from syncline.sim.invariants.feed import Broken, Span
+from syncline.sim.invariants.loader_accounts import Broken, Span
 
 Key = tuple[int, int]  # learner, number
 
