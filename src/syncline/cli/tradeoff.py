@@ -189,9 +189,13 @@ def _tried(job: Job, grid: Grid, first: Point) -> Job:
             place.check(Course.of(sync), faults, clip_norm=job.clip_norm, warm=job.warmstart)
         except UsageError as error:
             raise UsageError(f"--sync {sync}: {error}") from None
-    for size in grid.batch_sizes if hasattr(data, "__len__") else ():  # of a stream nobody knows
+    try:
+        count = len(data)
+    except TypeError:  # a stream
+        return job
+    for size in grid.batch_sizes:
         try:
-            check_batches(len(data), size)
+            check_batches(count, size)
         except UsageError as error:
             raise UsageError(f"--batch-size {size}: {error}") from None
     return job

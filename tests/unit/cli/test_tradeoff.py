@@ -191,6 +191,21 @@ def test_the_local_engine_has_one_run_at_a_time_unless_told(pool: type[MadeUpPoo
     )
 
 
+def test_of_streams_nobody_knows_how_long_they_are_not_even_of_chained_ones(
+    pool: type[MadeUpPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("chained_streams.py").write_text(
+        "from torch.utils.data import ChainDataset, IterableDataset\n"
+        "class Stream(IterableDataset):\n    def __iter__(self): return iter(())\n"
+        "def load(): return ChainDataset([Stream()])\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    Path("job.toml").write_text(JOB.replace('data = "digits"', 'data = "chained_streams:load"'))
+    result = tradeoff("job.toml", "--learners", "2", "--batch-size", "32,4000", "--sync", "async")
+    assert result.exit_code == 0, result.output
+    assert [each.batch_size for each in pool.asked[0][0]] == [32, 4000]
+
+
 BAD = {
     "no such dial": (["--sync", "hardsink"], "no preset is called 'hardsink', did you mean 'hardsync'?"),
     "n > λ": (["--sync", "softsync:9", "--learners", "2,4"], "n = 9 with 2 learners"),

@@ -69,6 +69,8 @@ class ClusterMachines(Machines):
         self.pulse.look = self._judge
         undo.callback(self.pulse.close)
         self._remote = self._begun(self._ways, self._ways, self.sites, self.pulse.alive)
+        for host in self._remote:
+            undo.callback(host.close)
         if grow is not None:
             known = {node.id for node in self.cluster.nodes()}
             thread = threading.Thread(
@@ -163,10 +165,10 @@ class ClusterMachines(Machines):
         """It becomes a machine of the run, or in words why not."""
         if room < 1:
             return f"node {node} joined the cluster and is not used: it has no core"
-        site, deadline = 1 + len(self._ways), time.monotonic() + READY
+        site = 1 + len(self._ways)
         try:
             self.cluster.add(site, node, room * self._spec.group)
-            ways = {**self._ways, site: self._way(site, node)}
+            ways, deadline = {**self._ways, site: self._way(site, node)}, time.monotonic() + READY
 
             def worth_waiting(site: int) -> bool:
                 return time.monotonic() < deadline and not self.cluster.closing.is_set()

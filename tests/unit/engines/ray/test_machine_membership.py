@@ -17,6 +17,7 @@ from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.ray import machine_membership
 from syncline.engines.ray.agent import About, versions
+from syncline.engines.ray.cluster import READY
 from syncline.engines.ray.machine_membership import MOMENT, ClusterMachines
 from syncline.engines.ray.placement import Node
 from syncline.engines.ray.relay import LinkLost, RefusedFrames
@@ -60,8 +61,8 @@ class Agent:
         self.site, self.begin, self.fd, self.closed = begin.site, begin, -begin.site, False
         Agent.made.append(self)
 
-    def wait_ready(self, *about: Any) -> None:
-        if self.site == Agent.fails:
+    def wait_ready(self, alive: Any, *about: Any) -> None:
+        if self.site == Agent.fails or not alive():
             raise OSError("not ready")
 
     def listen(self, *told: Any) -> None:
@@ -99,7 +100,11 @@ class Cluster:
     def nodes(self) -> list[Node]:
         return self.found
 
+    def waits_for_room(self) -> None:
+        pass
+
     def add(self, site: int, node: Node, load: int) -> None:
+        self.waits_for_room()
         self.about[site] = About((node.host, 1), versions(), load)
 
     def drop(self, site: int) -> None:
@@ -193,6 +198,8 @@ def test_each_machine_connects_to_those_that_are_told_after_it(runs: Runs) -> No
         (3, []),
     ]
     assert not any(each.closed for each in Agent.made)
+    runs.undo.close()
+    assert all(each.closed for each in Agent.made), "whether or not the run began"
 
 
 def test_where_one_is_not_ready_all_are_let_go(runs: Runs) -> None:
@@ -290,3 +297,16 @@ def test_a_node_that_cannot_be_used_is_said_and_nothing_stays_there(
     run.welcomes()
     assert run.told == [("refused", f"node 10.0.0.9 (new) joined the cluster and is not used: {why}")]
     assert run.cluster.dropped == ([2] if fails else []) and run.machines.sites.live == (0, 1)
+
+
+def test_how_long_a_joined_node_may_take_is_counted_from_when_there_was_room(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits_for_room(cluster: Cluster) -> None:
+        runs.clock.now += 2 * READY
+
+    monkeypatch.setattr(Cluster, "waits_for_room", waits_for_room)
+    run = runs((0,), [0, 1], join=Node("new", "10.0.0.9", 2))
+    runs.undo.pop_all().close()
+    run.welcomes()
+    assert [words[0] for words in run.told] == ["joined"]
