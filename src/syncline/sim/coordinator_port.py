@@ -92,7 +92,7 @@ class SimCoordinator(CoordinatorPort):
         self, number: int, manifest: dict[str, Any] | None, files: Sequence[Written], *, prune: bool = True
     ) -> bool:
         world = self._world
-        exact = world.goes_on()
+        exact = manifest is not None and world.goes_on()
         if manifest is not None:
             manifest["simulated"] = asdict(world.moment(exact=exact))
             world.streams.enter(OUTSIDE)  # listeners hear of it

@@ -200,6 +200,9 @@ class NodeBelow:
         tickets = tuple(each.ticket(whole.iteration) for each in parts)
         return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
 
+    def passed(self, brought: Brought) -> bool:
+        return False
+
     def free(self, brought: Brought) -> None:
         self.tell(Taken(brought.table, brought.number))
 
@@ -269,8 +272,7 @@ class LocalNode:
             while (brought := child.pop()) is not None:
                 while brought.table not in child.lanes and child.child in self._children:
                     self._control()  # it was sent before the child could say this
-                known = isinstance(child, LearnerBelow) and child.passed(brought)
-                if child.child in self._children and not known:
+                if child.child in self._children and not child.passed(brought):
                     table = self._tables[brought.table]
                     table.brought[child.child, brought.number] = brought
                     sum_ = Sum(child.child, brought.number, brought.tickets)
@@ -328,10 +330,11 @@ class LocalNode:
 
     def _read_answers(self) -> bool:
         worked, desk = False, self._desk
-        for ring, answers in ((desk.answers, self._from_root), (desk.back, self._from_parent)):
+        for ring in (desk.answers, desk.back):
             while (record := ring.pop()) is not None:
                 if ring is desk.back and int(record[3]) != self._way:
                     continue  # of a node that was above before
+                answers = self._from_root if ring is desk.answers else self._from_parent
                 if (message := answers.add(record)) is not None:
                     while message.table not in self._tables:
                         self._control()

@@ -226,6 +226,22 @@ def test_a_lost_child_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     world.lives(monkeypatch, story())
 
 
+def test_a_child_that_is_lost_before_its_table_is_known_leaves_the_node_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, one, two = World(lockstep=False), Learner(1), Learner(2)
+    one.publish(1, 1.0)
+    joins, _ = one.joins()
+    world.post.letters += [joins, (LocalNode.lose_child, 1), *two.joins()]
+
+    def story() -> Iterator[None]:
+        two.publish(1, 4.0)
+        yield from world.settle()
+        assert (world.up() or [])[0] == [(2, 1)]
+
+    world.lives(monkeypatch, story())
+
+
 # -- above the leaves ------------------------------------------------------------------------------------------
 
 
@@ -309,6 +325,37 @@ def test_a_node_that_is_moved_sends_again_to_the_one_above_and_hears_the_former_
         world.answer(Taken(0, whole.number), new, way=1)
         yield from world.settle()
         assert one.passed(1)
+
+    world.lives(monkeypatch, story())
+
+
+def test_what_the_former_node_above_half_said_is_void_though_the_node_is_moved_while_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, one = World(lockstep=False, parent=4), Learner(1)
+    world.post.letters += one.joins()
+
+    def story() -> Iterator[None]:
+        yield from world.settle()
+        one.publish(1, 1.0)
+        yield from world.settle()
+        _, whole, _ = world.up(world.above) or ([], None, [])
+        assert whole is not None
+        without, _ = encode_answer(Refused(0, whole.number, frozenset({(1, 1)})), 0)
+        world.own.back.push(without)
+        yield
+        world.answer(Counted(1, False, {}))  # of a table that it hears of after it was moved
+        new = NodeEnd(world.own.over, world.own.back, 1)
+        world.answer(Refused(0, whole.number + 1, frozenset()), new, way=1)
+        lane = Region(Lane.nbytes(LAYOUT, slots=SUMS))
+        world.post.letters += [
+            (LocalNode.hear_below, {}),
+            (LocalNode.move, 5, 1, WakeUp()),
+            (LocalNode.add_table, 1, LAYOUT, lane, False),
+        ]
+        yield from world.settle()
+        assert not one.passed(1), "the former one's word"
+        assert (world.up(new) or [])[0] == [(1, 1)]
 
     world.lives(monkeypatch, story())
 
