@@ -249,9 +249,7 @@ def restored(checkpoint: Checkpoint) -> Restored:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
         loaders = {record["loader"]: _loader(record) for record in found["loaders"]}
         losses = counts["losses"]
-        if any(
-            isinstance(each, list) for each in losses.values()
-        ):  # of one epoch, by rank: as they once were
+        if any(isinstance(each, list) for each in losses.values()):  # by rank alone: of one epoch
             losses = {loaders[0].standing.done if 0 in loaders else 0: losses}
         counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in losses.items()}
         return Restored(
