@@ -381,27 +381,16 @@ class Share:
     """Every λ-th example of a data set, of which the next may be looked at."""
 
     def __init__(self, data: Any, rank: int, learners: int) -> None:
-        self._items = self._nth(data, rank, learners)
+        self._items = _nth(data, rank, learners)
         self._next: list[Any] = []
         self._error: BaseException | None = None
         self.over = False
-
-    def _nth(self, data: Any, rank: int, learners: int) -> Iterator[Any]:
-        index = -1
-        for index, item in enumerate(data):
-            if index % learners == rank:
-                yield item
-        if index < 0:
-            raise UsageError(
-                "the iterable data set gave no example: its __iter__ must begin anew each time it is called, once for every epoch"
-            )
-        self.over = True
 
     def ends(self) -> bool:
         """There is no further one; what fails here fails when that is asked for."""
         if not self._next and not self.over and self._error is None:
             try:
-                self._next = list(islice(self._items, 1))
+                self._next = list(islice(self, 1))
             except Exception as error:
                 self._error = error
         return self.over
@@ -412,4 +401,22 @@ class Share:
     def __next__(self) -> Any:
         if self._error is not None:
             raise self._error
-        return self._next.pop() if self._next else next(self._items)
+        if self._next:
+            return self._next.pop()
+        try:
+            return next(self._items)
+        except StopIteration:
+            self.over = True
+            raise
+
+
+def _nth(data: Any, rank: int, learners: int) -> Iterator[Any]:
+    """It holds no share: what the data set has open is closed when the share is let go of."""
+    index = -1
+    for index, item in enumerate(data):
+        if index % learners == rank:
+            yield item
+    if index < 0:
+        raise UsageError(
+            "the iterable data set gave no example: its __iter__ must begin anew each time it is called, once for every epoch"
+        )

@@ -275,7 +275,7 @@ def read_stop(given: Any, data: Any = None) -> Stop | None:
         raise UsageError(
             f"stop: {NORM} needs data with a length, of which it takes examples; streams have none"
         )
-    return Stop(given)
+    return Stop(dict(given))
 
 
 class GradientNorm:

@@ -247,13 +247,17 @@ def restored(checkpoint: Checkpoint) -> Restored:
         )
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
-        counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in counts["losses"].items()}
+        loaders = {record["loader"]: _loader(record) for record in found["loaders"]}
+        losses = counts["losses"]
+        if any(isinstance(each, list) for each in losses.values()):  # by rank alone: of one epoch
+            losses = {loaders[0].standing.done if 0 in loaders else 0: losses}
+        counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in losses.items()}
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],
             seal=checkpoint.seal,
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
-            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
+            loaders=loaders,
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
             counts=m.Counts(**counts),
             history=found["history"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from syncline.errors import UsageError
-from syncline.learn.loader import POLICIES, ReadingAhead, epoch_order, identity, read_ahead, reader
+from syncline.learn.loader import POLICIES, ReadingAhead, Share, epoch_order, identity, read_ahead, reader
 from syncline.messages import to_leader as say
 from tests.unit.learn.servers_of_one import session_of_one
 
@@ -247,3 +248,23 @@ def test_an_empty_stream_is_refused_and_has_no_length() -> None:
         list(islice(loader, 1))
     with pytest.raises(TypeError, match="nobody knows how many"):
         len(loader)
+
+
+def test_what_a_stream_has_open_is_closed_when_its_share_is_let_go_of() -> None:
+    closed = []
+
+    def lines() -> Iterator[int]:
+        try:
+            yield from range(5)
+        finally:
+            closed.append(True)
+
+    gc.collect()
+    gc.disable()
+    try:
+        share = Share(lines(), 1, 2)
+        assert next(share) == 1 and not closed
+        del share
+        assert closed
+    finally:
+        gc.enable()

@@ -261,6 +261,14 @@ def test_a_run_stops_when_its_rules_say_so(rules: Any, records: Any, epochs: int
     assert epochs_of(rules, *records) == epochs
 
 
+def test_a_run_stops_at_what_it_was_given_whatever_becomes_of_the_table() -> None:
+    rules = {"loss": 0.5}
+    stop = read_stop(rules)
+    assert stop is not None
+    rules.clear()
+    assert stop(record(0.4))
+
+
 @pytest.mark.parametrize(
     "rules, words",
     [

@@ -88,6 +88,14 @@ def test_a_run_goes_on_from_what_was_written_of_it() -> None:
     assert [found.has_done(epoch) for epoch in (0, 1, 2, 3)] == [True, False, False, False]
 
 
+def test_losses_of_one_epoch_by_rank_are_those_of_the_epoch_that_was_under_way() -> None:
+    content = written()
+    content["counts"]["losses"] = {0: [2.5, 8.0], 1: [1.5, 4.0]}
+    assert read(content).counts.losses == {1: {0: [2.5, 8.0], 1: [1.5, 4.0]}}
+    content["loaders"] = []
+    assert read(content).counts.losses == {0: {0: [2.5, 8.0], 1: [1.5, 4.0]}}
+
+
 def test_a_run_without_loaders_has_done_no_epoch() -> None:
     start = Restored(name="the start", seed=0)
     assert (start.version, start.epoch, start.has_done(0)) == (0, 0, False)
