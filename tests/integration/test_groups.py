@@ -222,7 +222,7 @@ def test_a_seats_death_is_its_groups_leave(victim: str) -> None:
         (other,) = children(pid)
         os.kill(pid if victim == "the first" else other, signal.SIGKILL)
         result = run.wait()
-    assert result.history[-1].examples == 20 * 48
+    assert result.statistics.tables[0].examples == 20 * 48
     assert [event.rank for event in result.events if event.kind == "lost"] == [1]
     assert not children(os.getpid()) & {pid, other}
 
@@ -234,7 +234,7 @@ def test_a_group_is_replaced_whole() -> None:
         os.kill(other, signal.SIGKILL)
         result = run.wait()
     assert [event.kind for event in result.events if event.rank == 1] == ["lost", "replaced"]
-    assert result.history[-1].examples == 20 * 48
+    assert result.statistics.tables[0].examples == 20 * 48
 
 
 @pytest.mark.long
@@ -254,7 +254,7 @@ def test_groups_whose_seats_die_at_any_moment_are_replaced_and_every_example_cou
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(draw.choice(seats), signal.SIGKILL)
         result = run.wait(100)
-    assert result.history[-1].examples == 30 * 48
+    assert result.statistics.tables[0].examples == 30 * 48
 
 
 def test_all_seats_hear_of_new_shards(tmp_path: Path) -> None:
