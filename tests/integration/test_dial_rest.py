@@ -372,14 +372,15 @@ def test_damping_in_the_mean_is_refused_for_optimizers_that_undo_it() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_warm_start_is_one_learner_alone(engine: str, tmp_path: Path) -> None:
     """M8, D4: λ = 1, so async's rate is 1 until then, 1/3 after it."""
-    calls: list[int] = []
+    calls: list[bool] = []
 
     def together(model: nn.Module, batch: Any) -> Tensor:
-        """Whoever is alone at first waits after that until all compute."""
+        """Whoever is alone at first waits after that until all compute, the others from their first batch on."""
         if engine == "local":
+            here = {int(each.name) for each in tmp_path.iterdir()}
+            calls.append(not here - {os.getpid()} and len(calls) < 20)
             (tmp_path / str(os.getpid())).touch()
-            calls.append(1)
-            while len(calls) > 20 and len(list(tmp_path.iterdir())) < 3:
+            while not calls[-1] and len(list(tmp_path.iterdir())) < 3:
                 time.sleep(0.001)
         return rising(model, batch)
 

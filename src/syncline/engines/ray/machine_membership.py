@@ -66,7 +66,7 @@ class ClusterMachines(Machines):
         """All agents are told of the run; what ends it goes to `undo`. Nodes that join have room for so many learners."""
         self._ways = {site: self._way(site, self._nodes[site]) for site in self.cluster.about}
         self.pulse = Heartbeat(self._ways)
-        self.pulse.look = self._judge
+        self.pulse.look = self._remind
         undo.callback(self.pulse.close)
         self._remote = self._begun(self._ways, self._ways, self.sites, self.pulse.alive)
         for host in self._remote:
@@ -138,6 +138,7 @@ class ClusterMachines(Machines):
 
     def _bury(self, processes: Processes) -> None:
         self.pulse.lost.quiet()
+        self._judge()
         while not self.pulse.dead.empty():
             site, why = self.pulse.dead.get()
             self._dead.add(site)
@@ -229,6 +230,11 @@ class ClusterMachines(Machines):
         elif isinstance(word, Linked) and (room := self._room.pop(relay.number, 0)):
             self._promised.extend([relay.number] * room)
             self._told.add(room)
+
+    def _remind(self) -> None:
+        """On the pulse's thread. The supervisor judges, in order with relays' ends: while it ends all of them, ways are cut."""
+        if self._cut:
+            self.pulse.lost.ring()
 
     def _judge(self) -> None:
         """Of ways that are cut, unless their relays have ended meanwhile, or one of the two machines is gone: one end is lost,

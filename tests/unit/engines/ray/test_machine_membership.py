@@ -150,6 +150,8 @@ class Run:
     def looks(self, seconds: float) -> list[tuple[int, str]]:
         self.clock.now += seconds
         self.pulse.look()
+        assert not self.pulse.declared, "on the pulse's thread nothing is judged"
+        self.watched.actions[self.pulse.lost.fd]()
         found, self.pulse.declared = self.pulse.declared, []
         return found
 
@@ -270,6 +272,15 @@ def test_a_way_is_not_judged_when_its_relay_has_ended_or_an_end_is_gone(runs: Ru
     run.hears(1, LinkLost(3, "cut"))
     run.pulse.gone.add(3)
     assert run.looks(2 * MOMENT) == []
+
+
+def test_ways_that_are_cut_while_the_supervisor_ends_all_relays_are_not_judged(runs: Runs) -> None:
+    run = runs((0, 1), [0, 1])
+    relay = run.hears(1, LinkLost(0, "the caller's relay was killed"))
+    run.clock.now += 2 * MOMENT
+    run.pulse.look()
+    relay.state = "killed"  # all of them are, one after the other, which takes its time
+    assert run.looks(MOMENT) == []
 
 
 def test_a_node_that_joins_gets_learners_when_its_relay_has_all_its_ways(runs: Runs) -> None:
