@@ -172,6 +172,9 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
     def renew_shards(self) -> None:
         for host in self._live:
             host.end_servers()
+        if self._writer is not None:  # the checkpoint that it writes is given up
+            self._writer.close()
+            self._writer = None
         self._start_servers({learner: self.sites[learner] for learner in self.learners}, again=True)
         for number in self._open:  # the shards that were asked are gone
             self.servers[0].channel.post(m.AskStatistics(number))
@@ -327,13 +330,22 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
         elif isinstance(message, m.Statistics):
             self._tell_statistics(message)
         elif isinstance(message, m.Save):  # for a machine that does not see the folder
-            assert self.folder is not None
             if self._writer is None:
-                heard = self.coordinator.from_shard
-                self._writer = Writer(self.folder.root, lambda saved: self.command(partial(heard, saved)))
+                self._writer = self._new_writer()
             self._writer.write(message.number, message.name, message.tensors, message.notes)
         else:
             self.coordinator.from_shard(message)
+
+    def _new_writer(self) -> Writer:
+        """What it has written counts while no other shards have begun."""
+        assert self.folder is not None
+
+        def written(saved: m.Saved) -> None:
+            if self._writer is writer:
+                self.coordinator.from_shard(saved)
+
+        writer = Writer(self.folder.root, lambda saved: self.command(partial(written, saved)))
+        return writer
 
     def _lost(self, process: Process, how: str, *, own_fault: bool = True) -> None:
         """A process ended without a word."""

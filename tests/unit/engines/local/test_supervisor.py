@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.processes import Process
 from syncline.engines.local.supervisor import Supervisor
 from syncline.engines.local.table_memory import Mailbox
+from syncline.engines.run import Storage
 from syncline.errors import LearnerError, LostError, LostWarning, RunError
 from syncline.protocols.lifecycle import MOST, Faults
 from syncline.protocols.staleness import Staleness
@@ -400,3 +402,43 @@ def test_a_machine_that_joins_hears_all_that_machines_know(monkeypatch: pytest.M
     assert [each[1:] for each in new.told if each[0] == "introduce"] == [(1, 0, 0), (2, 1, 1)]
     assert isinstance(next(each for each in new.told if each[0] == "tell_shards")[1], m.Dial)
     assert ("gain_site", 2) in cluster.other.told and run.host.sites.live == (0, 1, 2)
+
+
+class Disk:
+    """In place of a writer: what it writes is there when the test says so."""
+
+    made: list[Disk]
+
+    def __init__(self, folder: Path, report: Any) -> None:
+        self.report, self.closed = report, False
+        Disk.made.append(self)
+
+    def write(self, number: int, name: str, *given: Any) -> None:
+        self.saved = m.Saved(number, name, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_was_written_for_shards_that_are_gone_belongs_to_no_checkpoint_of_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another with the same number may have begun."""
+    run, heard = Supervisor(spec_of(storage=Storage(folder=str(tmp_path)))), list[Any]()
+    Disk.made = []
+    monkeypatch.setattr(supervisor, "Writer", Disk)
+
+    def story(children: Children) -> Story:
+        monkeypatch.setattr(run.coordinator, "from_shard", heard.append)
+        children.says("shard", 0, (0, m.Save(4, "old", {}, {})))
+        run.renew_shards()
+        children.says("shard", 0, (0, m.Save(4, "new", {}, {})))
+        for disk in Disk.made:
+            disk.report(disk.saved)
+        yield
+        yield
+        assert [disk.closed for disk in Disk.made] == [True, False]
+        run.fail(RunError("enough"))
+
+    lives(run, story, monkeypatch)
+    assert [saved.name for saved in heard] == ["new"] and Disk.made[1].closed
