@@ -282,8 +282,12 @@ def _slice(views: Iterable[memoryview]) -> list[memoryview]:
 def ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:
     """Wait so long, for ever without a number, until it can be read or written."""
     poll = select.poll()
-    poll.register(end, what)
-    return bool(poll.poll(None if seconds is None else seconds * 1000))
+    with contextlib.suppress(
+        ValueError
+    ):  # another thread has closed it, as whoever reads or writes will find
+        poll.register(end, what)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
+    return True
 
 
 def tune(end: socket.socket) -> None:

@@ -102,11 +102,13 @@ class Heartbeat:
                 poll.register(fd, select.POLLIN)
             poll.poll(LOOK)
             self._wake.quiet()
-            if time.monotonic() - looked > 2 * EVERY:  # this process stood still, not the others
+            now = time.monotonic()
+            if now - looked > 2 * EVERY:  # this process stood still, not the others
                 agents, relays = Watchdog(SILENT), Watchdog(SILENT)
+            looked = now
             for node, agent in self._live().items():
                 self._visit(node, agent)
-            looked, live = time.monotonic(), self._live()
+            live = self._live()
             # who has been silent for too long; whoever was not asked, or has not begun, is not
             answers = {node: agent.answers for node, agent in live.items()}
             for node in agents.look(looked, answers, {node for node in live if not live[node].asked}):

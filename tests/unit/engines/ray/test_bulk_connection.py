@@ -183,3 +183,18 @@ def test_whoever_waits_to_send_hears_that_the_other_is_gone(ends) -> None:
         near.wait_sent(number)
     with pytest.raises(Lost):
         near.send(2, b"more")
+
+
+def test_whoever_waits_to_receive_hears_that_another_thread_has_closed(ends, monkeypatch) -> None:
+    near = connection(ends[0])
+    read = near._read_into
+
+    def closes(view: memoryview) -> int:
+        monkeypatch.undo()
+        assert near._read_into == read
+        near.close()
+        raise BlockingIOError
+
+    monkeypatch.setattr(near, "_read_into", closes)
+    with pytest.raises(Lost):
+        near.receive()

@@ -125,6 +125,17 @@ def test_who_is_asked_seldom_is_not_silent(watch: Watch) -> None:
     assert declared(pulse) == []
 
 
+def test_nobody_is_silent_because_the_caller_stood_still_in_the_middle_of_a_look(watch: Watch) -> None:
+    class Last(Agent):
+        def send(self, kind: int) -> None:
+            super().send(kind)
+            if self.asked == 3:
+                watch.now += 2 * SILENT
+
+    pulse = watch.over(Agent(), Last())
+    assert declared(pulse) == []
+
+
 def test_a_relay_that_stands_still_is_its_nodes_end_and_one_that_has_not_begun_is_not(watch: Watch) -> None:
     pulse = watch.over(Agent(beats=lambda count: min(count, 3)), Agent(), Agent(beats=lambda count: count))
     assert declared(pulse) == [(1, f"its relay has done nothing for {SILENT:g} s")]
