@@ -247,17 +247,13 @@ def restored(checkpoint: Checkpoint) -> Restored:
         )
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
-        loaders = {record["loader"]: _loader(record) for record in found["loaders"]}
-        losses = counts["losses"]
-        if any(isinstance(each, list) for each in losses.values()):  # by rank alone: of one epoch
-            losses = {loaders[0].standing.done if 0 in loaders else 0: losses}
-        counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in losses.items()}
+        counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in counts["losses"].items()}
         return Restored(
             name=str(checkpoint.path),
             seed=found["seed"],
             seal=checkpoint.seal,
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
-            loaders=loaders,
+            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
             learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
             counts=m.Counts(**counts),
             history=found["history"],
@@ -267,7 +263,7 @@ def restored(checkpoint: Checkpoint) -> Restored:
             simulated=found.get("simulated"),
             virtual=found.get("virtual", 0.0),
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
         ) from error

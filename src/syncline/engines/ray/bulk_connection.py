@@ -282,9 +282,7 @@ def _slice(views: Iterable[memoryview]) -> list[memoryview]:
 def ready(end: socket.socket, what: int, seconds: float | None = None) -> bool:
     """Wait so long, for ever without a number, until it can be read or written."""
     poll = select.poll()
-    with contextlib.suppress(
-        ValueError
-    ):  # another thread has closed it, as whoever reads or writes will find
+    with contextlib.suppress(ValueError):  # another thread has closed it: whoever reads will find it so
         poll.register(end, what)
         return bool(poll.poll(None if seconds is None else seconds * 1000))
     return True
