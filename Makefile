@@ -36,6 +36,7 @@ test-long: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.language
 
 types: setup
 	$(BIN)/mypy src
