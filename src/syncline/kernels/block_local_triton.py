@@ -54,7 +54,7 @@ def _load(
     columns: tl.tensor,
     ALL_ROWS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
-    POLICY: tl.constexpr = "",
+    POLICY: tl.constexpr = tl.constexpr(""),  # Triton 3.6 refuses a plain string as a default
 ) -> tl.tensor:
     """A tile of which `rows` and `columns` exist, the rest zero; without a mask where all of them do."""
     if ALL_ROWS and ALL_COLUMNS:
