@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 MIX: tl.constexpr = tl.constexpr(0x9E3779B1)
+NO_POLICY: tl.constexpr = tl.constexpr("")  # as a default of `_load`; Triton 3.6 refuses a plain string there
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def _load(
     columns: tl.tensor,
     ALL_ROWS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
-    POLICY: tl.constexpr = tl.constexpr(""),  # Triton 3.6 refuses a plain string as a default
+    POLICY: tl.constexpr = NO_POLICY,
 ) -> tl.tensor:
     """A tile of which `rows` and `columns` exist, the rest zero; without a mask where all of them do."""
     if ALL_ROWS and ALL_COLUMNS:

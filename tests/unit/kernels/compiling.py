@@ -3,8 +3,8 @@
     python -m tests.unit.kernels.compiling 90 [most]    compile for compute capability 9.0; `most` bounds the geometries
 
 The launch functions choose tiles and arguments as on a card, but on tensors without memory; the kernel's launch is replaced by
-Triton's compiler with the card as its target. What does not compile raises here as it would on the card. Run in a process
-of its own for each card, since `torch.cuda` has to report the card's capability.
+Triton's compiler with the card as its target. A kernel that does not compile raises here as it would on the card. Each card
+needs a separate process, since `torch.cuda` has to report the card's capability.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from syncline.kernels.geometry import Geometry
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that one program may take, by capability
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-GEOMETRIES = [
-    (Geometry(channels=3, height=40, width=44, field=20, step=4, block=(4, 4, 8)), 96),  # both tiles of images
-    (Geometry(channels=18, height=40, width=36, field=32, step=4, block=(4, 4, 18)), 96),  # both tiles of rows
-    (Geometry(channels=5, height=23, width=19, field=7, step=3, block=(3, 1, 5)), 33),  # nothing divides anything
+GEOMETRIES = [  # two tiles of images, two of rows, sizes that nothing divides, one image, images in turns
+    (Geometry(channels=3, height=40, width=44, field=20, step=4, block=(4, 4, 8)), 96),
+    (Geometry(channels=18, height=40, width=36, field=32, step=4, block=(4, 4, 18)), 96),
+    (Geometry(channels=5, height=23, width=19, field=7, step=3, block=(3, 1, 5)), 33),
     (Geometry(channels=1, height=9, width=11, field=4, step=5, block=(1, 1, 1)), 1),
-    (Geometry(channels=4, height=16, width=16, field=16, step=1, block=(2, 2, 16)), 300),  # images in turns
+    (Geometry(channels=4, height=16, width=16, field=16, step=1, block=(2, 2, 16)), 300),
 ]
 
 
@@ -63,7 +63,9 @@ class Compiled:
         parameters = self._kernel.params
         values = dict(zip((each.name for each in parameters), positional, strict=False)) | named
         constants = {each.name: values[each.name] for each in parameters if each.is_constexpr}
-        signature = {name: "constexpr" if name in constants else argument_type(values[name]) for name in values}
+        signature = {
+            name: "constexpr" if name in constants else argument_type(values[name]) for name in values
+        }
         aligned = {
             (each.num,): [["tt.divisibility", 16]]
             for each in parameters

@@ -1,6 +1,6 @@
 """Triton kernels on a machine without a graphics card: interpreted, and compiled ahead of time for three cards.
 
-Each runs in a process of its own. Triton decides at its first import whether it interprets, and `compiling.py` replaces what
+Each test starts a separate process. Triton decides at its first import whether it interprets, and `compiling.py` replaces what
 torch reports of the card.
 """
 
@@ -69,7 +69,9 @@ def test_every_kernel_compiles_with_the_oldest_triton(tmp_path: Path) -> None:
         [sys.executable, *install, f"triton=={OLDEST_TRITON}"], capture_output=True, text=True, timeout=900
     )
     if done.returncode:
-        pytest.skip(f"triton {OLDEST_TRITON} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"triton {OLDEST_TRITON} cannot be installed here: {done.stderr.strip().splitlines()[-1]}"
+        )
     for capability in CAPABILITIES:
         printed = compile_kernels(tmp_path / "cache", capability, 5, PYTHONPATH=str(folder))
         assert printed.startswith(f"triton {OLDEST_TRITON}")
