@@ -123,8 +123,6 @@ class MakeTable:
 class NodesMoved:
     """A node of a tree is lost: those below it have another above them, and publish again what was under way."""
 
-    lost: int | None = None  # its name, where nothing that it has sent may be read any more
-
 
 @dataclass(frozen=True, slots=True)
 class JoinTable:

@@ -34,7 +34,7 @@ class Gradient(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A node of a tree has published the mean of these gradients, by their examples, as one draft (M14)."""
+    """A node of a tree has published the mean of these gradients as one draft (M14)."""
 
     table: int
     number: int
@@ -42,6 +42,7 @@ class Sum(NamedTuple):
     gradients: tuple[tuple[int, Gradient], ...]  # the learner of each, and what it said
     options: int  # counts the changes of the group options that go with it
     full: bool
+    counted: int  # number of the `Count` that it was formed under
     buffers: tuple[Sequence[Tensor], ...] = ()  # of each, where the table has any
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from syncline.protocols.tree_up import Count
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -26,11 +28,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """To all nodes: in lockstep they wait for these learners, each at its iteration."""
+    """To all nodes: form sums so from now on."""
 
     table: int
-    lockstep: bool
-    active: Mapping[int, int]
+    count: Count
 
 
 ToNodes = Taken | Refused | Counted

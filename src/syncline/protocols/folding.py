@@ -61,11 +61,15 @@ class Folding:
             return self.rest(version)
         if not self._queue:
             return []
+        return self.rest(version) if len(self._queue) >= self.quorum(members) else []
+
+    def quorum(self, members: Members) -> int:
+        """Return the number of gradients that the next update needs."""
         present = members.present if self._waits else len(members.live)
         quorum = self._quorums.get(present)
         if quorum is None:
             quorum = self._quorums[present] = max(1, self._sync.quorum(max(1, present), members.initial))
-        return self.rest(version) if len(self._queue) >= quorum else []
+        return quorum
 
     def rest(self, version: int) -> list[Ticket]:
         """Everything that could go into the next update, complete or not."""

@@ -72,8 +72,8 @@ class Sequence:
     """Decides for one table. Every method takes an event and returns decisions in their order.
 
     `learners` is λ₀, where `initial` is not all of them. `warm`: until that version the first learner works alone,
-    the others wait for their first read (D4). `sums`: gradients come in sums, so that an update may have more of them than its
-    quorum, and `share` counts them (M14).
+    the others wait for their first read (D4). `sums`: gradients come in sums, so that an update under a free dial may have another
+    number of them than its quorum, and its rate is multiplied by the quotient (M14).
     """
 
     def __init__(
@@ -115,6 +115,11 @@ class Sequence:
         self._factors: dict[int, float] = {}  # of the rate, by the number of learners
 
     @property
+    def quorum(self) -> int:
+        """Number of gradients that the next update needs."""
+        return self._folding.quorum(self.members)
+
+    @property
     def full(self) -> bool:
         return self._limit is not None and self.version >= self._limit
 
@@ -148,8 +153,6 @@ class Sequence:
         if not self.members.started or not self._early:
             return []
         early, self._early = self._early, []
-        if self._sums:
-            return self.gradient(*early)
         return [decision for ticket in early for decision in self.gradient(ticket)]
 
     def iterations(self, learners: Iterable[int]) -> dict[int, int]:
@@ -343,8 +346,8 @@ class Sequence:
         factor = self._factors.get(live)
         if factor is None:
             factor = self._factors[live] = self.sync.factor(max(1, live), self._batch_size)
-        if self._sums and self.sync.rate == "share":
-            factor = len(tickets) / max(1, live)
+        if self._sums and not self._lockstep:
+            factor *= len(tickets) / self.quorum
         if self._damps:
             factor /= max(1.0, sigma)
         first = leader(tickets) if len(tickets) > 1 else tickets[0]

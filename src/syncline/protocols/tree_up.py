@@ -19,6 +19,26 @@ NO_ITERATION = -1  # under a free dial: in lockstep the root refuses it, and say
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """How nodes form sums from now on, as the leader decides.
+
+    `number` rises when sums that were formed before are refused: because a learner is active that was not, or because sums are formed
+    in another way. `lockstep`: a sum holds one iteration of all `active` learners (for a node: children), by the iteration each is at.
+    `equal`: the dial folds gradients one by one, so each has the same weight in a sum, whatever its examples.
+    """
+
+    number: int
+    lockstep: bool
+    equal: bool
+    active: Mapping[int, int] = field(default_factory=dict)
+
+
+def weight(tickets: Collection[Ticket], *, equal: bool) -> int:
+    """Return what these gradients weigh together in a mean: their number, or their examples."""
+    return len(tickets) if equal else sum(ticket.count for ticket in tickets)
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """What one sender has under way: the tickets of all that is in it, and which of its children's sums that were."""
 
@@ -26,6 +46,8 @@ class Sum:
     number: int  # counts what the sender sent
     tickets: tuple[Ticket, ...]
     parts: tuple[tuple[int, int], ...] = ()  # (child, number of its sum), in the order they are added
+    counted: int = 0  # number of the `Count` it was formed under, or of an earlier one that a part was
+    equal: bool = False  # as in that `Count`
 
     @property
     def iteration(self) -> int:
@@ -73,18 +95,20 @@ Passed = Up | SumDone | Again
 class Node:
     """One node's way up: at most one sum is under way until the root has taken or refused it.
 
-    In lockstep a sum holds one iteration of all children that the leader last counted as active (of a node: that anybody below
-    it is); otherwise what has come when the way is free. `leaf`: children are learners.
+    It sends nothing before the leader's first `Count`, which comes when all initial learners have started. In lockstep a sum holds
+    one iteration of all children that the leader last counted as active (of a node: that anybody below it is); otherwise what has
+    come when the way is free. `leaf`: children are learners.
     """
 
-    def __init__(self, node: int, *, leaf: bool, lockstep: bool) -> None:
-        self.node, self._leaf, self._lockstep = node, leaf, lockstep
+    def __init__(self, node: int, *, leaf: bool) -> None:
+        self.node, self._leaf, self._lockstep = node, leaf, False
         self._held: dict[int, deque[Sum]] = {}  # child -> what came and is not under way
         self._gone: set[int] = set()  # children that are lost
         self._number = 0
         self._under_way: tuple[Sum, list[Sum]] | None = None  # and the parts it was made of
         self._next: dict[int, int] = {}  # learner -> iteration of what it publishes next
-        self._active: set[int] | None = None  # the leader has not said yet
+        self._count: Count | None = None  # the leader's last
+        self._active: set[int] = set()  # of its children; those that were lost since are not among them
         self._sent: dict[int, int] = {}  # child -> the iteration after the last that is on its way
 
     @property
@@ -98,10 +122,11 @@ class Node:
 
     # -- what the leader says --------------------------------------------------------------------------------
 
-    def count(self, active: Mapping[int, int], *, lockstep: bool) -> list[Passed]:
-        """The children that the leader counts as active, and the iteration each is at, under a dial of this kind."""
-        self._active = set(active)
-        self._lockstep, begins = lockstep, lockstep and not self._lockstep
+    def count(self, count: Count) -> list[Passed]:
+        """Form sums by this count from now on; active are its children, each with the iteration it is at."""
+        active = count.active
+        self._count, self._active = count, set(active)
+        self._lockstep, begins = count.lockstep, count.lockstep and not self._lockstep
         if begins:
             under_way = self._under_way[1] if self._under_way is not None else []
             self._next, self._sent = {}, {part.sender: part.iteration + 1 for part in under_way}
@@ -132,7 +157,7 @@ class Node:
         """A child is gone: what is not under way goes with it; of the rest the root decides."""
         self._gone.add(child)
         self._held.pop(child, None)
-        self._active = self._active and self._active - {child}
+        self._active.discard(child)
         return self._send()
 
     def welcome(self, child: int) -> None:
@@ -199,7 +224,8 @@ class Node:
     # -- the way up ------------------------------------------------------------------------------------------
 
     def _send(self) -> list[Passed]:
-        if self._under_way is not None or not any(self._held.values()):
+        count = self._count
+        if count is None or self._under_way is not None or not any(self._held.values()):
             return []
         parts: list[Sum] = []
         seen: set[Key] = set()
@@ -215,14 +241,14 @@ class Node:
         parts.sort(key=lambda part: (min(ticket.rank for ticket in part.tickets), part.number))
         tickets = tuple(ticket for part in parts for ticket in part.tickets)
         self._number += 1
-        sum_ = Sum(self.node, self._number, tickets, tuple((part.sender, part.number) for part in parts))
+        keys = tuple((part.sender, part.number) for part in parts)
+        counted = min(count.number, *(count.number if self._leaf else part.counted for part in parts))
+        sum_ = Sum(self.node, self._number, tickets, keys, counted, count.equal)
         self._under_way = (sum_, parts)
         return [Up(sum_)]
 
     def _round(self) -> list[Sum]:
         """The oldest iteration, if all that are waited for are there."""
-        if self._active is None:
-            return []
         heads = [queue[0] for queue in self._held.values() if queue]
         iteration = min(part.iteration for part in heads)
         for each in self._active:
@@ -244,28 +270,54 @@ class Verdict:
 
 
 class Intake:
-    """The root's side: a sum goes into the sequence whole, once, and only if all of it counts."""
+    """The root's side: a sum goes into the sequence whole, once, only if all of it counts and it was formed by the last `Count`.
+
+    So in lockstep there is one sum of each node in an update, however late a node hears that another learner is active: bits repeat.
+    """
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.taken: dict[int, int] = {}  # learner -> its last ticket that was taken
+        self._count: Count | None = None  # that nodes were last told
 
-    def arrive(self, tickets: Collection[Ticket]) -> Verdict:
-        """A sum's: what is taken here goes into the sequence next."""
+    def weight(self, tickets: Collection[Ticket]) -> int:
+        """Return what a sum of these, taken now, weighs in the mean of its update."""
+        return weight(tickets, equal=self._count is not None and self._count.equal)
+
+    def count(self, *, anew: bool = False) -> Count | None:
+        """Return what nodes are to be told, if that has changed (or `anew`); nothing before all initial learners have started."""
+        sequence, last = self.sequence, self._count
+        if not sequence.members.started:
+            return None
+        lockstep = sequence.sync.lockstep
+        equal = not lockstep and sequence.quorum == 1
+        active = self.active({each: (each,) for each in sequence.members.live}) if lockstep else {}
+        number = 1
+        if last is not None:
+            same = (last.lockstep, last.equal) == (lockstep, equal)
+            if same and active.keys() == last.active.keys() and not anew:
+                return None
+            number = last.number + (not same or not active.keys() <= last.active.keys())
+        self._count = Count(number, lockstep, equal, active)
+        return self._count
+
+    def arrive(self, tickets: Collection[Ticket], counted: int) -> Verdict:
+        """Judge a sum that was formed under the count of this number; what is taken goes into the sequence next."""
         live = self.sequence.members.live
+        stale = self._count is None or counted != self._count.number
         bad = frozenset(
             (ticket.learner, ticket.number)
             for ticket in tickets
             if ticket.learner not in live or ticket.number <= self.taken.get(ticket.learner, -1)
         )
-        counted: dict[int, int] = {}
-        if self.sequence.sync.lockstep:
-            counted = self.sequence.iterations(each.learner for each in tickets if each.learner in live)
-            twice = len(counted) < len(tickets)
-            wrong = any(ticket.iteration != counted.get(ticket.learner) for ticket in tickets)
-            if not (bad or twice or wrong or len(set(counted.values())) > 1):
-                counted = {}
-        verdict = Verdict(bad, counted)
+        iterations: dict[int, int] = {}
+        if stale or self.sequence.sync.lockstep:
+            iterations = self.sequence.iterations(each.learner for each in tickets if each.learner in live)
+            twice = len(iterations) < len(tickets)
+            wrong = any(ticket.iteration != iterations.get(ticket.learner) for ticket in tickets)
+            if not (bad or stale or twice or wrong or len(set(iterations.values())) > 1):
+                iterations = {}
+        verdict = Verdict(bad, iterations)
         if verdict.taken:
             self.taken |= {ticket.learner: ticket.number for ticket in tickets}
         return verdict

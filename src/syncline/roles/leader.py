@@ -86,7 +86,7 @@ class Leader:
             m.MakeLoader: self._make_loader,
             m.JoinLoader: self._join_loader,
             m.Leave: self.leave,
-            m.NodesMoved: self._moved,
+            m.NodesMoved: lambda _: None,
             m.Opening: self._barrier.opening,
             m.Standstill: self._barrier.standstill,
             m.AskCut: lambda _: self._schedule.ask() if self._schedule is not None else None,
@@ -115,6 +115,8 @@ class Leader:
         """What concerns every shard alike is nothing to do here."""
         if (handler := self._events.get(type(event))) is not None:
             handler(event)
+            if self._root is not None:
+                self._root.recount(anew=isinstance(event, m.NodesMoved))
 
     def _dial(self, event: m.Dial) -> None:
         """A dial for later, or for all tables from now on."""
@@ -164,7 +166,6 @@ class Leader:
         if cold:  # it comes to the other tables later, too
             for table, other in self.sequences.items():
                 self._decided(table, other.excuse(join.learner))
-        self._start_sums()
 
     def _make_loader(self, make: m.MakeLoader) -> None:
         self.dispatcher.make_loader(make, lockstep=self._replay.dials[make.dial].lockstep)
@@ -188,7 +189,6 @@ class Leader:
         self._late.pop(learner, None)
         self.dispatcher.leave(learner, lost=event.lost)
         self._barrier.leave(learner, closed=event.closed)
-        self._start_sums()
         leaves = log.Leave(learner)
         self._port.append(leaves)
         self._replay.replay(leaves)
@@ -220,18 +220,6 @@ class Leader:
             for (learner, _), buffers in zip(sum_.gradients, sum_.buffers, strict=True):
                 self._states.keep(sum_.table, learner, buffers)
         self._published(sum_.table, sum_.gradients, tickets)
-
-    def _moved(self, event: m.NodesMoved) -> None:
-        """Nodes have others below them now."""
-        if self._root is not None:
-            self._root.lose(event.lost)
-            self._root.recount(anew=True)
-
-    def _start_sums(self) -> None:
-        if self._root is not None:
-            for node, sum_ in self._root.early():
-                self._sum(node, sum_)
-            self._root.recount()
 
     def _gradient(self, learner: int, gradient: say.Gradient) -> None:
         ticket = Ticket(

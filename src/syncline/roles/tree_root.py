@@ -28,8 +28,6 @@ class TreeRoot:
         # what the shards see of the sum that a gradient is in, by table, learner, number
         self._takes: dict[tuple[int, int, int], log.Take] = {}
         self._told: log.Take | None = None  # the last that the log has
-        self._early: list[tuple[int, Sum]] = []  # before all initial learners had started
-        self._counted: dict[int, tuple[bool, frozenset[int]]] = {}
 
     def add(self, table: int, sequence: Sequence) -> None:
         self._intakes[table] = Intake(sequence)
@@ -37,9 +35,6 @@ class TreeRoot:
     def arrive(self, node: int, sum_: Sum) -> list[Ticket] | None:
         """The tickets, if the sum counts; else its node hears why not."""
         table, intake = sum_.table, self._intakes[sum_.table]
-        if not intake.sequence.members.started:
-            self._early.append((node, sum_))
-            return None
         tickets = [
             Ticket(
                 learner,
@@ -53,7 +48,7 @@ class TreeRoot:
             )
             for learner, each in sum_.gradients
         ]
-        verdict = intake.arrive(tickets)
+        verdict = intake.arrive(tickets, sum_.counted)
         if not verdict.taken:
             self._port.tell_nodes(Refused(table, sum_.number, verdict.without, verdict.counted), node)
             return None
@@ -64,7 +59,7 @@ class TreeRoot:
             sum_.number,
             sum_.options,
             sum_.full,
-            sum(ticket.count for ticket in tickets),
+            intake.weight(tickets),
             min(ticket.rank for ticket in tickets),
             sum_.iteration,
             alone=False,
@@ -72,18 +67,6 @@ class TreeRoot:
         )
         self._takes |= {(table, ticket.learner, ticket.number): take for ticket in tickets}
         return tickets
-
-    def early(self) -> list[tuple[int, Sum]]:
-        """What came before the start, once all have started."""
-        started = all(intake.sequence.members.started for intake in self._intakes.values())
-        if not self._early or not started:
-            return []
-        early, self._early = self._early, []
-        return early
-
-    def lose(self, node: int | None) -> None:
-        """What it sent before the start is gone with it."""
-        self._early = [(each, sum_) for each, sum_ in self._early if each != node]
 
     def named(self, table: int, learner: int, number: int) -> tuple[int, int]:
         """The node and number of the sum that it is in."""
@@ -102,14 +85,7 @@ class TreeRoot:
         self._takes.pop((table, ticket.learner, ticket.number), None)
 
     def recount(self, *, anew: bool = False) -> None:
-        """Nodes hear whom to wait for, where that has changed."""
-        if anew:
-            self._counted.clear()
+        """Tell nodes how to form sums, where that has changed."""
         for table, intake in self._intakes.items():
-            lockstep = intake.sequence.sync.lockstep
-            learners = intake.sequence.members.live if lockstep else ()
-            active = intake.active({each: (each,) for each in learners})
-            now = (lockstep, frozenset(active))
-            if self._counted.get(table) != now:
-                self._counted[table] = now
-                self._port.tell_nodes(Counted(table, lockstep, active))
+            if (count := intake.count(anew=anew)) is not None:
+                self._port.tell_nodes(Counted(table, count))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.tree_down import Buffers, Downcast, Send
 from syncline.protocols.tree_shape import ROOT
-from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one
+from syncline.protocols.tree_up import Node, Passed, Sum, SumDone, Up, of_one, weight
 from syncline.sim.clock import Action, Worker, last_of
 from syncline.sim.owned_memory import NEVER, SimLane
 from syncline.table.accumulator import Mean, add_up
@@ -42,7 +42,7 @@ class NodePart:
     segments: list[Tensor]
     views: list[Tensor]
     mask: tuple[bool, ...]
-    examples: int
+    tickets: tuple[Ticket, ...]
     options: list[tuple[int, int, bytes]]  # (−step, rank, text) of each gradient
     gradients: tuple[tuple[int, Gradient], ...]
     buffers: tuple[list[Tensor], ...]
@@ -81,8 +81,7 @@ class SimNode:
             world = self._world
             layout = world.tables[number].layout
             lane = world.lanes[number, self.learner] = SimLane(layout, 2, world.clock)
-            lockstep = world.spec.plan.course.first.lockstep
-            node = Node(self.node, leaf=self.node in world.tree.leaves, lockstep=lockstep)
+            node = Node(self.node, leaf=self.node in world.tree.leaves)
             table = self._tables[number] = NodeTable(node, layout, lane)
         return table
 
@@ -96,18 +95,18 @@ class SimNode:
         lane.sending.discard(message.number)
         self._world.clock.at(self._world.clock.now, learner.wake)
         slot, table = lane.sent[lane.numbers.index(message.number)], self._table(message.table)
-        name, rank, step, examples = learner.learner, learner.rank, message.step, message.examples
+        name, rank, step = learner.learner, learner.rank, message.step
+        ticket = Ticket(name, rank, message.number, message.stamp, step, message.examples)
         segments = [segment.clone() for segment in slot.segments]
         part = NodePart(
             segments,
             table.layout.parameters.views(segments),
             tuple(map(bool, slot.mask.tolist())) if not message.full else (True,) * len(slot.mask),
-            examples,
+            (ticket,),
             [(-step, rank, bytes(slot.options_text()))],
             ((name, message),),
             ([each.clone() for each in slot.buffers],),
         )
-        ticket = Ticket(name, rank, message.number, message.stamp, step, examples)
         self._gather(message.table, of_one(ticket), part)
 
     def moved(self) -> None:
@@ -140,16 +139,16 @@ class SimNode:
                     world.send(self.machine, child.machine, partial(child.hear, refused))
 
     def _added(self, table: NodeTable, sum_: Sum) -> NodePart:
-        """The mean of the parts, by examples, in the order of the sum."""
+        """Return the mean of the parts, in the order of the sum."""
         parts = [table.parts[key] for key in sum_.parts]
         segments = [torch.empty_like(segment) for segment in parts[0].segments]
         mean = Mean(segments, table.layout.parameters.views(segments))
-        add_up(mean, [(part, part.mask, part.examples) for part in parts])
+        add_up(mean, [(part, part.mask, weight(part.tickets, equal=sum_.equal)) for part in parts])
         return NodePart(
             segments,
             mean.views,
             mean.present,
-            sum(part.examples for part in parts),
+            sum_.tickets,
             [option for part in parts for option in part.options],
             tuple(gradient for part in parts for gradient in part.gradients),
             tuple(buffers for part in parts for buffers in part.buffers),
@@ -174,7 +173,8 @@ class SimNode:
             )
             lane.under_way[shard, sum_.number] = arrival
         options, full = self._table(number).options, all(body.mask)
-        told = Told(number, sum_.number, sum_.iteration, body.gradients, options, full, body.buffers)
+        numbers = number, sum_.number, sum_.iteration
+        told = Told(*numbers, body.gradients, options, full, sum_.counted, body.buffers)
 
         def at_root() -> None:
             if not self.dead:
@@ -237,13 +237,13 @@ class SimNode:
                 lane.numbers[lane.numbers.index(message.number)] = NEVER
             self._pass_on(table, node.again(message.number, message.without, message.counted))
         elif isinstance(message, Counted):
-            below = self._world.tree.below(self.node)
+            below, count = self._world.tree.below(self.node), message.count
             counted = {
-                child: [message.active[each] for each in learners if each in message.active]
+                child: [count.active[each] for each in learners if each in count.active]
                 for child, learners in below.items()
             }
             active = {child: min(each) for child, each in counted.items() if each}
-            self._pass_on(table, node.count(active, lockstep=message.lockstep))
+            self._pass_on(table, node.count(replace(count, active=active)))
 
     # -- who comes and goes ----------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +20,10 @@ from syncline.dial import Sync
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Change, Decision, Fold, Sequence, Take
 from syncline.protocols.tree_shape import ROOT, Tree
-from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
+from syncline.protocols.tree_up import Again, Count, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
 
+EPOCH = 3  # iterations: those that rest have data again for the next, and nobody begins it before
 Body = Counter[tuple[int, int]]  # what a sum really holds
 DIALS = ("hardsync", "delayed:1", "delayed:2", "softsync:1", "softsync:2", "async", "ssp:1")
 
@@ -36,6 +38,9 @@ class Learner:
     made: int = 0
     stamp: int = 0
     waits: bool = True  # for the release of its last ticket
+    started: bool = False
+    rests: bool = False
+    iteration: int = 0  # of its next gradient, in lockstep
     dead: bool = False
     left: bool = False
     drafts: dict[int, Ticket] = field(default_factory=dict)  # published, not known to be taken
@@ -51,10 +56,7 @@ class Forest:
             each: Learner(each, each - 1, self.random.randint(1, steps), self.tree.leaf[each])
             for each in self.tree.leaf
         }
-        self.nodes = {
-            node: Node(node, leaf=node in self.tree.leaves, lockstep=self.sync.lockstep)
-            for node in self.tree.nodes
-        }
+        self.nodes = {node: Node(node, leaf=node in self.tree.leaves) for node in self.tree.nodes}
         self.sequence = Sequence(
             self.sync, initial={each.id: each.rank for each in self.learners.values()}, sums=True
         )
@@ -66,10 +68,9 @@ class Forest:
         self.folded: Body = Counter()
         self.sums: list[frozenset[tuple[int, int]]] = []  # taken
         self.sigmas: Counter[int] = Counter()
-        self.active: dict[int, tuple[frozenset[int], bool]] = {}
+        self.parts: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}  # by node and number of its sum
+        self.formed: Counter[tuple[int, int]] = Counter()  # iteration and node -> sums of it that count
         self.released: dict[int, Release] = {}
-        for learner in self.learners.values():
-            self.decide(self.sequence.join(learner.id, learner.rank, 0))
 
     # -- links: those between parent and child keep their order ---------------------------------------------
 
@@ -114,7 +115,7 @@ class Forest:
             self.bodies[name][sum_.sender, sum_.number] = body
             self.pass_on(name, node.publish(sum_))
         elif what[0] == "count":
-            self.pass_on(name, node.count(what[1], lockstep=what[2]))
+            self.pass_on(name, node.count(what[1]))
         elif what[0] == "taken":
             self.pass_on(name, node.taken(what[1]))
         elif what[0] == "again":
@@ -127,6 +128,7 @@ class Forest:
         for each in passed:
             if isinstance(each, Up):
                 body = sum((self.bodies[name][part] for part in each.sum.parts), Counter())
+                self.parts[name, each.sum.number] = each.sum.parts
                 above = self.up_of(name)
                 self.send(
                     ("node", name),
@@ -148,34 +150,49 @@ class Forest:
         assert body == Counter(sum_.keys)
         if sender not in self.nodes:
             return  # lost before this came: nobody hears of it
-        verdict = self.intake.arrive(sum_.tickets)
+        verdict = self.intake.arrive(sum_.tickets, sum_.counted)
         decisions = self.sequence.gradient(*sum_.tickets) if verdict.taken else []
         answer = ("taken", sum_.number)
         if verdict.taken:
             self.sums.append(sum_.keys)
             self.taken += body
+            self.form(sum_.iteration, sender, sum_.number)
         else:
             answer = ("again", sum_.number, verdict.without, verdict.counted)  # type: ignore[assignment]
         self.send("root", ("node", sender), answer)
         self.decide(decisions)
 
+    def form(self, iteration: int, name: int, number: int) -> None:
+        self.formed[iteration, name] += 1
+        for below, of_below in self.parts[name, number] if name not in self.tree.leaves else ():
+            self.form(iteration, below, of_below)
+
     def decide(self, decisions: list[Decision]) -> None:
-        self.recount()
+        """Carry out; as in processes, nodes may hear of who counts after learners have been released."""
         for decision in decisions:
             if isinstance(decision, Fold):
                 self.fold(decision)
+                if decision.version % EPOCH == 0:
+                    decisions += self.resume()
             elif isinstance(decision, Release):
                 self.released[decision.learner] = decision
                 self.down(("learner", decision.learner), ("release", decision))
             else:
                 assert isinstance(decision, Take | Change), decision
+        self.recount()
 
-    def recount(self) -> None:
-        for node in self.nodes:
-            active = self.intake.active(self.tree.below(node)) if self.sync.lockstep else {}
-            if (frozenset(active), self.sync.lockstep) != self.active.get(node):
-                self.active[node] = (frozenset(active), self.sync.lockstep)
-                self.down(("node", node), ("count", active, self.sync.lockstep))
+    def resume(self) -> list[Decision]:
+        """Those that rest have data again, all at once."""
+        resting = [each for each in self.learners.values() if each.rests]
+        for learner in resting:
+            learner.rests, learner.iteration = False, self.sequence.version
+        return self.sequence.met([each.id for each in resting])
+
+    def recount(self, *, anew: bool = False) -> None:
+        if (count := self.intake.count(anew=anew)) is not None:
+            for node in self.nodes:
+                active = self.intake.active(self.tree.below(node)) if count.lockstep else {}
+                self.down(("node", node), ("count", replace(count, active=active)))
 
     def fold(self, fold: Fold) -> None:
         keys = {(ticket.learner, ticket.number) for ticket in fold.tickets}
@@ -185,8 +202,11 @@ class Forest:
         self.sigmas.update(fold.version - 1 - self.published[key].stamp for key in keys)
         if self.sync.lockstep:
             assert len({ticket.learner for ticket in fold.tickets}) == len(keys), "one of each"
-        elif self.sync.rate == "share":
-            assert fold.factor == len(keys) / max(1, len(self.sequence.members.live))
+        else:
+            live = max(1, len(self.sequence.members.live))
+            quorum = 1 if self.sync.splits is None else max(1, live // self.sync.splits)
+            rate = quorum / live if self.sync.rate == "share" else 1
+            assert fold.factor == pytest.approx(rate * len(keys) / quorum)
 
     # -- learners ------------------------------------------------------------------------------------------
 
@@ -206,8 +226,22 @@ class Forest:
             if release is not None and release.number == learner.number:
                 learner.waits, learner.stamp = False, release.version
 
+    def start(self, learner: Learner) -> None:
+        learner.started = True
+        self.decide(self.sequence.join(learner.id, learner.rank, 0))
+
+    def rest(self, learner: Learner) -> None:
+        learner.rests = learner.waits = True
+        learner.number += 1
+        self.decide(self.sequence.rest(learner.id, learner.number))
+
     def can_step(self, learner: Learner) -> bool:
-        return not (learner.dead or learner.waits or len(learner.drafts) > 2)
+        begun = self.sequence.version // EPOCH + 1
+        early = self.calm and self.sync.lockstep and learner.iteration >= EPOCH * begun
+        return not (learner.dead or learner.waits or early or len(learner.drafts) > 2)
+
+    def can_rest(self, learner: Learner) -> bool:
+        return bool(self.calm and learner.steps and not learner.drafts)
 
     def step(self, learner: Learner) -> None:
         if not learner.steps:
@@ -216,6 +250,7 @@ class Forest:
                 self.decide(self.sequence.leave(learner.id))
             return
         learner.steps -= 1
+        learner.iteration += 1
         learner.number += 1
         ticket = Ticket(learner.id, learner.rank, learner.number, learner.stamp, learner.made, 1)
         learner.made += 1
@@ -254,8 +289,7 @@ class Forest:
                 self.move_learner(child, target)
             else:
                 self.move_node(child)
-        self.active.clear()
-        self.recount()
+        self.recount(anew=True)
 
     def move_learner(self, child: int, leaf: int | None) -> None:
         learner = self.learners[child]
@@ -267,8 +301,7 @@ class Forest:
             return
         self.nodes[leaf].welcome(child)
         taken = self.intake.taken.get(child, -1)
-        self.active.pop(leaf, None)
-        self.recount()
+        self.recount(anew=True)
         self.send("coordinator", ("learner", child), ("moved", taken, self.released.get(child), leaf))
 
     def move_node(self, child: int) -> None:
@@ -279,18 +312,30 @@ class Forest:
 
     # -- to the end ------------------------------------------------------------------------------------------
 
-    def run(self, strikes: list[str]) -> None:
+    def run(self, strikes: list[str], *, calm: bool = False) -> None:
+        """`calm`: in lockstep, with learners that rest."""
+        self.calm = calm
         while True:
             links = [link for link, queue in self.links.items() if queue]
             able = [each for each in self.learners.values() if self.can_step(each) and not each.left]
-            if strikes and self.random.random() < 0.02:
+            late = [each for each in self.learners.values() if not (each.started or each.dead)]
+            resting = [each for each in able if self.can_rest(each)]
+            if late and self.random.random() < 0.1:
+                self.start(self.random.choice(late))
+            elif resting and self.random.random() < 0.05:
+                self.rest(self.random.choice(resting))
+            elif strikes and self.random.random() < 0.02:
                 self.strike(strikes.pop())
             elif links and (not able or self.random.random() < 0.7):
                 self.deliver(self.random.choice(sorted(links, key=repr)))
             elif [each for each in able if each.steps or not each.drafts]:
                 self.step(self.random.choice([each for each in able if each.steps or not each.drafts]))
-            elif not links:
+            elif late:
+                self.start(late[0])
+            elif not links and not any(each.rests for each in self.learners.values()):
                 break
+            elif not links:
+                self.decide(self.resume())
         self.decide(self.sequence.finish())
 
     def strike(self, what: str) -> None:
@@ -332,13 +377,30 @@ def test_nothing_is_lost_nothing_counts_twice_and_every_staleness_is_exact(
     event(f"levels {Tree(range(learners), fan_in).depth}")
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 10**9),
+    st.sampled_from(["hardsync", "delayed:1", "delayed:2"]),
+    st.integers(2, 12),
+    st.integers(2, 4),
+)
+def test_in_lockstep_every_node_forms_one_sum_of_an_iteration(
+    seed: int, dial: str, learners: int, fan_in: int
+) -> None:
+    """Whatever the order of starts, rests and messages: so gradients are added in one order, and bits repeat."""
+    forest = Forest(seed, dial, learners, fan_in, steps=9)
+    forest.run([], calm=True)
+    assert set(forest.formed.values()) == {1}
+
+
 def test_gradients_of_a_free_dial_do_not_count_as_iterations_once_the_dial_is_in_lockstep() -> None:
     """Learner 1 was faster: with its own count it would be two iterations ahead, and its leaf would wait for ever."""
-    node = Node(0, leaf=True, lockstep=False)
+    node = Node(0, leaf=True)
+    node.count(Count(1, lockstep=False, equal=True))
     for number, learner in enumerate((1, 1, 1, 2)):
         (up,) = node.publish(of_one(Ticket(learner, learner - 1, number, 0, 0, 1)))
         assert isinstance(up, Up) and node.taken(up.sum.number) == [SumDone(learner, number)]
-    assert not node.count({1: 2, 2: 2}, lockstep=True)
+    assert not node.count(Count(2, True, False, {1: 2, 2: 2}))
     assert not node.publish(of_one(Ticket(1, 0, 5, 1, 3, 1)))
     (up,) = node.publish(of_one(Ticket(2, 1, 6, 2, 1, 1)))
     assert isinstance(up, Up) and [ticket.iteration for ticket in up.sum.tickets] == [2, 2]

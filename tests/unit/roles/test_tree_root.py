@@ -9,6 +9,7 @@ from syncline.messages import log
 from syncline.messages.to_leader import Sum
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken
 from syncline.protocols.sequence import Sequence
+from syncline.protocols.tree_up import Count
 from syncline.roles.tree_root import TreeRoot
 from tests.unit.roles.doubles import gradient, server_port, told
 
@@ -27,14 +28,15 @@ class Root:
     def start(self, *learners: int) -> None:
         for learner in learners:
             self.sequence.join(learner, self.ranks[learner], 0)
+        self.root.recount()
 
     def heard(self) -> list[Any]:
         return told(self.port.tell_nodes)
 
 
-def sum_of(*learners: int, number: int = 1, iteration: int = 0) -> Sum:
+def sum_of(*learners: int, number: int = 1, iteration: int = 0, counted: int = 1) -> Sum:
     made = tuple((each, gradient(number, examples=4 + each)) for each in learners)
-    return Sum(0, number, iteration, made, 7, False)
+    return Sum(0, number, iteration, made, 7, False, counted)
 
 
 def test_a_sum_that_counts_is_one_gradient_of_its_node_in_the_log() -> None:
@@ -42,7 +44,7 @@ def test_a_sum_that_counts_is_one_gradient_of_its_node_in_the_log() -> None:
     crew.start(0, 1, 2)
     tickets = crew.root.arrive(LEAF, sum_of(1, 2)) or []
     assert [(each.learner, each.rank, each.count) for each in tickets] == [(1, 11, 5), (2, 12, 6)]
-    assert crew.heard() == [(Taken(0, 1), LEAF)]
+    assert crew.heard()[1:] == [(Taken(0, 1), LEAF)]
     for ticket in tickets:
         crew.root.take(0, ticket)
         assert crew.root.named(0, ticket.learner, ticket.number) == (LEAF, 1)
@@ -60,6 +62,7 @@ def test_two_sums_are_two_in_the_log_though_they_are_taken_in_turn() -> None:
 def test_a_sum_that_counts_for_nothing_goes_back_with_the_reason() -> None:
     crew = Root(learners=2)
     crew.start(0, 1)
+    crew.heard()
     crew.sequence.leave(1)
     assert crew.root.arrive(LEAF, sum_of(0, 1)) is None
     assert crew.heard() == [(Refused(0, 1, frozenset({(1, 1)}), {0: 0}), LEAF)]
@@ -68,28 +71,40 @@ def test_a_sum_that_counts_for_nothing_goes_back_with_the_reason() -> None:
     assert crew.log == []
 
 
-def test_what_comes_before_the_start_waits_for_it_unless_its_node_is_lost() -> None:
+def test_a_sum_that_was_formed_without_a_learner_that_is_active_now_goes_back() -> None:
+    crew = Root(learners=2)
+    crew.start(0, 1)
+    crew.sequence.rest(1, 1), crew.root.recount()
+    crew.sequence.resume(1), crew.root.recount()
+    assert [each.count.number for each in crew.heard()] == [1, 1, 2]
+    assert crew.root.arrive(LEAF, sum_of(0, counted=1)) is None
+    assert crew.heard() == [(Refused(0, 1, frozenset(), {0: 0}), LEAF)]
+    assert crew.root.arrive(LEAF, sum_of(0, 1, counted=2)) is not None
+
+
+def test_gradients_that_flat_servers_would_fold_one_by_one_weigh_the_same_whatever_their_examples() -> None:
+    crew = Root("softsync:2", learners=4)
+    crew.start(0, 1, 2, 3)
+    for counted, weight in ((1, 4 + 5), (2, 2)):
+        tickets = crew.root.arrive(LEAF, sum_of(0, 1, number=counted, counted=counted)) or []
+        crew.root.take(0, tickets[0])
+        assert crew.log.pop().examples == weight  # type: ignore[union-attr]
+        crew.sequence.leave(2), crew.root.recount()  # a quorum of ⌊3/2⌋ = 1
+    assert [each.count.equal for each in crew.heard() if isinstance(each, Counted)] == [False, True]
+
+
+def test_nodes_hear_how_to_form_sums_when_all_have_started_and_when_that_changes() -> None:
     crew = Root()
     crew.start(0, 1)
-    for node, learner in ((LEAF, 0), (OTHER, 1)):
-        assert crew.root.arrive(node, sum_of(learner)) is None
-    assert crew.root.early() == [] and crew.heard() == []
-    crew.root.lose(OTHER)
+    assert crew.heard() == []
     crew.start(2)
-    assert crew.root.early() == [(LEAF, sum_of(0))]
-    assert crew.root.early() == []
-
-
-def test_nodes_hear_whom_to_wait_for_when_that_changes() -> None:
-    crew = Root()
-    crew.start(0, 1, 2)
-    crew.root.recount(), crew.root.recount()
-    assert crew.heard() == [Counted(0, True, {0: 0, 1: 0, 2: 0})]
+    crew.root.recount()
+    assert crew.heard() == [Counted(0, Count(1, True, False, {0: 0, 1: 0, 2: 0}))]
     crew.sequence.leave(1)
     crew.root.recount()
-    assert crew.heard() == [Counted(0, True, {0: 0, 2: 0})]
+    assert crew.heard() == [Counted(0, Count(1, True, False, {0: 0, 2: 0}))]
     crew.root.recount(anew=True)  # others are below them
     assert len(crew.heard()) == 1
     crew.sequence.change(Sync.parse("async"), 1)
     crew.root.recount()
-    assert crew.heard() == [Counted(0, False, {})]
+    assert crew.heard() == [Counted(0, Count(2, False, True))]

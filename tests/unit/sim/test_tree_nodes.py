@@ -13,6 +13,7 @@ from syncline.dial import as_sync
 from syncline.messages.to_leader import Sum
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken
 from syncline.protocols.tree_shape import Tree
+from syncline.protocols.tree_up import Count
 from syncline.sim.owned_memory import NEVER
 from syncline.sim.tree_nodes import SimNode, TableFlow
 from tests.unit.sim.small_world import EQUAL, SmallWorld, gradient
@@ -29,6 +30,8 @@ class World(SmallWorld):
         self.tree = Tree(range(learners), 2)
         self.learners = {each: Learner(self, each) for each in range(learners)}
         self.nodes = {node: SimNode(self, node) for node in self.tree.nodes}  # type: ignore[arg-type]
+        for node in self.nodes.values() if sync != "hardsync" else ():
+            node.hear(Counted(0, Count(1, False, False)))
         self.dials = {0: as_sync("async"), 1: as_sync("hardsync")}
 
     def publish(
@@ -102,7 +105,7 @@ def test_parameters_that_nobody_has_a_gradient_of_are_not_in_the_sum() -> None:
 
 def test_adding_takes_as_long_as_at_a_shard_one_after_another() -> None:
     world = World(cluster=replace(EQUAL, take=Cost(fixed=2.0)), sync="hardsync")
-    world.nodes[0].hear(Counted(0, True, {0: 0, 1: 0}))
+    world.nodes[0].hear(Counted(0, Count(1, True, False, {0: 0, 1: 0})))
     for learner in (1, 0):
         world.publish(learner, 1, 1.0)
     world.run()

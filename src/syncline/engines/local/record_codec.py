@@ -14,6 +14,7 @@ from syncline.messages import log
 from syncline.messages import to_leader as say
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
+from syncline.protocols.tree_up import Count
 
 # -- learners to the leading shard ---------------------------------------------------------------------------
 
@@ -92,7 +93,8 @@ def decode(record: Record, states: States) -> tuple[say.ToLeader, int]:
 PART = struct.Struct("=15qd")
 WHOLE = 0  # in place of a learner: their numbers begin with 1
 ANSWER = struct.Struct("=4q")  # tag, table or learner, a number; which parent of the node says it
-_TAKEN, _REFUSED, _COUNTED, _WITHOUT, _AT = range(5)  # the last two: one of many, before what they belong to
+# the last three: one of several, before what they belong to
+_TAKEN, _REFUSED, _COUNTED, _WITHOUT, _AT, _MODE = range(6)
 
 
 class Part(NamedTuple):
@@ -126,9 +128,10 @@ class Whole(NamedTuple):
     options: int
     full: int
     slot: int
+    counted: int  # number of the `Count` that it was formed under
 
     def record(self, way: int) -> Record:
-        return Part(way, WHOLE, 0, (*self, *_PAD[:6], 0.0)).record(way)
+        return Part(way, WHOLE, 0, (*self, *_PAD[:5], 0.0)).record(way)
 
     @classmethod
     def of(cls, part: Part) -> Whole:
@@ -140,8 +143,10 @@ def encode_answer(message: ToNodes, way: int = 0) -> list[Record]:
     if isinstance(message, Taken):
         return [(_TAKEN, message.table, message.number, way)]
     if isinstance(message, Counted):
-        counted = [(_AT, learner, at, way) for learner, at in message.active.items()]
-        return [*counted, (_COUNTED, message.table, message.lockstep, way)]
+        count = message.count
+        counted = [(_AT, learner, at, way) for learner, at in count.active.items()]
+        mode = (_MODE, count.lockstep, count.equal, way)
+        return [*counted, mode, (_COUNTED, message.table, count.number, way)]
     without = [(_WITHOUT, learner, number, way) for learner, number in message.without]
     counted = [(_AT, learner, at, way) for learner, at in message.counted.items()]
     return [*without, *counted, (_REFUSED, message.table, message.number, way)]
@@ -156,6 +161,7 @@ class Answers:
     def _begin(self) -> None:
         self._without: set[tuple[int, int]] = set()
         self._counted: dict[int, int] = {}
+        self._mode = False, False
 
     def add(self, record: Record) -> ToNodes | None:
         """The message that it completes."""
@@ -164,13 +170,15 @@ class Answers:
             self._without.add((first, second))
         elif tag == _AT:
             self._counted[first] = second
+        elif tag == _MODE:
+            self._mode = bool(first), bool(second)
         else:
-            without, counted = frozenset(self._without), self._counted
+            without, counted, mode = frozenset(self._without), self._counted, self._mode
             self._begin()
             if tag == _TAKEN:
                 return Taken(first, second)
             if tag == _COUNTED:
-                return Counted(first, bool(second), counted)
+                return Counted(first, Count(second, *mode, counted))
             return Refused(first, second, without, counted)
         return None
 

@@ -320,7 +320,8 @@ class LocalServer(ServerPort):
             gradients.append((part.learner, said))
             buffers.append(lane.slots[slot].buffers if lane else [])
         numbers = whole.table, whole.number, whole.iteration
-        return Sum(*numbers, tuple(gradients), whole.options, bool(whole.full), tuple(buffers))
+        full = bool(whole.full)
+        return Sum(*numbers, tuple(gradients), whole.options, full, whole.counted, tuple(buffers))
 
     def _read_log(self) -> bool:
         assert self._log is not None
@@ -387,7 +388,7 @@ class LocalServer(ServerPort):
             self._nodes.pop(name, None)
             self.append(leaves)
             self._role.entry(leaves)
-            self._role.handle(m.NodesMoved(name))
+            self._role.handle(m.NodesMoved())
 
     def _prepared(self, event: Any) -> Any:
         """What the role is told, when all that belongs to it is here."""

@@ -166,8 +166,7 @@ class NodeCrew:
         lane = self._region(Lane.nbytes(layout, slots=self._geometry.sums))
         self._lanes[node][table] = (layout, lane)
         self._host.post_all(Call(LocalServer.add_node_table, (node, table, layout, lane)))
-        lockstep = self._spec.plan.course.first.lockstep
-        self._post(node, LocalNode.add_table, table, layout, lane, lockstep)
+        self._post(node, LocalNode.add_table, table, layout, lane)
         self._host.tell_relay(LaneHere(table, name_of(node), layout, lane))
 
     def _post(self, node: int, method: Callable[..., None], *arguments: Any) -> None:

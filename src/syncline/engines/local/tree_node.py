@@ -11,7 +11,7 @@ import gc
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ from syncline.engines.local.record_codec import (
 from syncline.engines.local.shared_memory import YIELDS, Region, SharedWords, Waiter, WakeUp
 from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
 from syncline.messages.to_leader import Gradient
-from syncline.messages.to_tree_nodes import Counted, Refused, Taken, ToNodes
+from syncline.messages.to_tree_nodes import Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
 from syncline.protocols.tree_shape import ROOT
-from syncline.protocols.tree_up import Again, Node, Passed, Sum, SumDone, Up
+from syncline.protocols.tree_up import Again, Count, Node, Passed, Sum, SumDone, Up, weight
 from syncline.table.accumulator import Mean, add_up
 from syncline.table.gradient_slot import Slot
 from syncline.table.layout import Layout
@@ -130,15 +130,16 @@ class Brought:
     place: int  # of its slot
     full: bool
     tickets: tuple[Ticket, ...]
+    counted: int = 0  # of a sum
 
     @property
     def slot(self) -> Slot:
         return self.child.lanes[self.table].slots[self.place]
 
-    def weighted(self) -> tuple[Lying, tuple[bool, ...], int]:
+    def weighted(self, *, equal: bool) -> tuple[Lying, tuple[bool, ...], int]:
         slot = self.slot
         mask = (True,) * len(slot.mask) if self.full else tuple(map(bool, slot.mask.tolist()))
-        return Lying(slot.segments, slot.gradients, mask), mask, sum(ticket.count for ticket in self.tickets)
+        return Lying(slot.segments, slot.gradients, mask), mask, weight(self.tickets, equal=equal)
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +199,8 @@ class NodeBelow:
         *parts, last = found
         whole = Whole.of(last)
         tickets = tuple(each.ticket(whole.iteration) for each in parts)
-        return Brought(self, whole.table, whole.number, parts, whole.slot, bool(whole.full), tickets)
+        full = bool(whole.full)
+        return Brought(self, whole.table, whole.number, parts, whole.slot, full, tickets, whole.counted)
 
     def passed(self, brought: Brought) -> bool:
         return False
@@ -224,7 +226,7 @@ class Table:
     published: list[int]  # sums by slot
     brought: dict[tuple[int, int], Brought] = field(default_factory=dict)  # by child and number
     unsent: Sum | None = None  # no slot is free
-    counted: Counted | None = None
+    count: Count | None = None
     options: int = 0
     text: bytes = b""
 
@@ -275,7 +277,7 @@ class LocalNode:
                 if child.child in self._children and not child.passed(brought):
                     table = self._tables[brought.table]
                     table.brought[child.child, brought.number] = brought
-                    sum_ = Sum(child.child, brought.number, brought.tickets)
+                    sum_ = Sum(child.child, brought.number, brought.tickets, counted=brought.counted)
                     self._pass_on(table, table.node.publish(sum_))
                 worked = True
         return worked
@@ -309,10 +311,10 @@ class LocalNode:
         return sent
 
     def _publish(self, number: int, table: Table, sum_: Sum, place: int) -> None:
-        """The mean by examples, in the order of the sum."""
+        """Write the mean of its parts, in the order of the sum."""
         brought, slot = [table.brought[key] for key in sum_.parts], table.lane.slots[place]
         mean = Mean(slot.segments, slot.gradients)
-        add_up(mean, [each.weighted() for each in brought])
+        add_up(mean, [each.weighted(equal=sum_.equal) for each in brought])
         full = all(mean.present)
         if not full:
             slot.mask.copy_(torch.tensor(mean.present, dtype=torch.uint8))
@@ -323,7 +325,7 @@ class LocalNode:
         slot.write_options(text)
         table.published[place] = sum_.number
         self._outgoing += [part.record(self._way) for each in brought for part in each.parts]
-        whole = Whole(number, sum_.number, sum_.iteration, table.options, full, place)
+        whole = Whole(number, sum_.number, sum_.iteration, table.options, full, place, sum_.counted)
         self._outgoing.append(whole.record(self._way))
 
     # -- what comes back -------------------------------------------------------------------------------------
@@ -353,21 +355,21 @@ class LocalNode:
             again = table.node.again(message.number, message.without, message.counted)
             self._pass_on(table, again)
         else:
-            table.counted = message
+            table.count = message.count
             self._count(table)
         self._forget(table)
 
     def _count(self, table: Table) -> None:
         """Whom the leader waits for, as far as they are below."""
-        if (counted := table.counted) is None:
+        if (count := table.count) is None:
             return
         first = {}
         every = {*self._children, *self._below}  # whom it has not heard of, too: a new leaf's come one by one
         for child in every:
             below = self._below.get(child, (child,))
-            if active := [counted.active[each] for each in below if each in counted.active]:
+            if active := [count.active[each] for each in below if each in count.active]:
                 first[child] = min(active)
-        self._pass_on(table, table.node.count(first, lockstep=counted.lockstep))
+        self._pass_on(table, table.node.count(replace(count, active=first)))
 
     def _forget(self, table: Table) -> None:
         """What lost children had here, unless it is in a sum that is still to be made."""
@@ -402,10 +404,10 @@ class LocalNode:
         if child in self._children:
             self._children[child].lanes[table] = found
 
-    def add_table(self, table: int, layout: Layout, lane: Region, lockstep: bool) -> None:
+    def add_table(self, table: int, layout: Layout, lane: Region) -> None:
         """Where its own sums of it lie."""
         sums = self._spec.geometry.sums
-        node = Node(self._spec.node, leaf=self._spec.leaf, lockstep=lockstep)
+        node = Node(self._spec.node, leaf=self._spec.leaf)
         self._tables[table] = Table(node, Lane(lane, layout, slots=sums), [FREE] * sums)
         lane.close()
 

@@ -27,6 +27,7 @@ class Gradient:
     usage: list[tuple[int, Span]] = field(default_factory=list)  # (loader, positions)
     fate: str = "published"  # then taken, folded, dropped or lost
     iteration: int = -1
+    weight: int = 0  # in the mean of its update
 
 
 @dataclass(slots=True)
@@ -112,6 +113,8 @@ class TableAccount:
         self._not_short()
         gradient = self._of(ticket, "published", "taken")
         gradient.fate, gradient.iteration = "taken", ticket.iteration
+        alone = self.quorum() == 1 and not self.sync.lockstep  # flat servers would fold it alone (M14)
+        gradient.weight = 1 if self.sums and alone else ticket.count
         if ticket.learner not in self.members:
             raise Broken(f"a gradient of learner {ticket.learner} is taken, but it has left or never joined")
         member = self.members[ticket.learner]
@@ -212,8 +215,8 @@ class TableAccount:
     def _check_factor(self, fold: Fold) -> None:
         """M4, by the learners that live."""
         factor = self.sync.factor(max(1, len(self.members)), self.batch_size)
-        if self.sums and self.sync.rate == "share":
-            factor = len(fold.tickets) / max(1, len(self.members))
+        if self.sums and not self.sync.lockstep:  # M14: an update of a sum of k gradients is k/c updates
+            factor *= len(fold.tickets) / self.quorum()
         if self.sync.rate == "staleness" and not self.sync.weighs:
             sigmas = [self.version - ticket.stamp for ticket in fold.tickets]
             factor /= max(1.0, sum(sigmas) / len(sigmas))

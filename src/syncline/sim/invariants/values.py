@@ -60,15 +60,14 @@ class Values:
     def forget(self, learner: int, number: int) -> None:
         self._gradients.pop((learner, number), None)
 
-    def folded(self, fold: Fold, options: Callable[[], Options]) -> None:
-        """What the next version must be."""
+    def folded(self, fold: Fold, weights: Sequence[int], options: Callable[[], Options]) -> None:
+        """Compute what the next version must be, from its gradients and what each weighs in their mean."""
         before = self._weights[self._newest]
         after = [segment.clone() for segment in before]
         if self.plain and not self._put:
             rate = float(options()[0]["lr"]) * fold.factor
-            total = sum(ticket.count for ticket in fold.tickets)
-            for ticket in fold.tickets:
-                share = rate * ticket.count * ticket.weight / total
+            for ticket, weight in zip(fold.tickets, weights, strict=True):
+                share = rate * weight * ticket.weight / sum(weights)
                 for mine, theirs in zip(after, self._gradients[ticket.learner, ticket.number], strict=True):
                     mine -= share * theirs
         for ticket in fold.tickets:

@@ -19,7 +19,7 @@ from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Decision, Fold, Sequence
 from syncline.protocols.tree_down import Buffers, Downcast, Fetch, Give, Relay, Send
 from syncline.protocols.tree_shape import ROOT, Tree
-from syncline.protocols.tree_up import Again, Intake, Node, Passed, Sum, SumDone, Up, of_one
+from syncline.protocols.tree_up import Again, Count, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
 from syncline.sim.clock import Action, Clock, Worker, last_of
 from syncline.sim.garbage_collection import YOUNG, calm_collector
@@ -55,7 +55,7 @@ class TimedNode:
 
     def __init__(self, node: int, tree: Tree, sync: Sync, clock: Clock, machine: int, *, casts: bool) -> None:
         self.node, self.machine = node, machine
-        self.up = Node(node, leaf=node in tree.leaves, lockstep=sync.lockstep)
+        self.up = Node(node, leaf=node in tree.leaves)
         self.copies = Relay(keep=sync.delay + 1)
         self.cast = Downcast(tree.children(node))
         self.work = Worker(clock)
@@ -108,7 +108,6 @@ class TimedTree:
         epochs, self._epoch = run.epochs, run.examples
         self._left = None if epochs is None else epochs * self._epoch
         self.going = set(ids)
-        self._counted: dict[int, dict[int, int]] = {}
         self._published: dict[tuple[int, int], float] = {}
         self._last: dict[int, float] = {}  # version -> when the last of its gradients was published
         self._taken_at: dict[int, float] = {}
@@ -251,7 +250,7 @@ class TimedTree:
         self._shards[0].do(message + take.seconds(self._parts[0]), partial(self._arrive, node, sum_))
 
     def _arrive(self, node: TimedNode, sum_: Sum) -> None:
-        verdict = self._intake.arrive(sum_.tickets)
+        verdict = self._intake.arrive(sum_.tickets, sum_.counted)
         decisions = self.sequence.gradient(*sum_.tickets) if verdict.taken else ()
         answer = (
             SumDone(node.node, sum_.number)
@@ -274,14 +273,15 @@ class TimedTree:
                 self._shards[0].do(self._cluster.reply, partial(self._release, decision, self.clock.now))
 
     def _recount(self) -> None:
-        for node in self.nodes.values() if self._sync.lockstep else ():
-            active = self._intake.active(self.tree.below(node.node))
-            if active.keys() != self._counted.get(node.node, {}).keys():
-                self._counted[node.node] = active
-                self._move(self._places[0], node.machine, partial(self._count, node, active))
+        if (count := self._intake.count()) is None:
+            return
+        for node in self.nodes.values():
+            active = self._intake.active(self.tree.below(node.node)) if count.lockstep else {}
+            counted = replace(count, active=active)
+            self._move(self._places[0], node.machine, partial(self._count, node, counted))
 
-    def _count(self, node: TimedNode, active: dict[int, int]) -> None:
-        self._pass_on(node, node.up.count(active, lockstep=True))
+    def _count(self, node: TimedNode, count: Count) -> None:
+        self._pass_on(node, node.up.count(count))
 
     def _fold(self, fold: Fold) -> None:
         keys = [(ticket.learner, ticket.number) for ticket in fold.tickets]

@@ -26,6 +26,7 @@ from syncline.engines.local.record_codec import (
 from syncline.messages import log
 from syncline.messages import to_leader as say
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken
+from syncline.protocols.tree_up import Count
 
 
 def made(kind: Any, first: int) -> Any:
@@ -80,7 +81,7 @@ def test_a_sum_arrives_as_what_its_learners_said() -> None:
     ticket = found.ticket(iteration=11)
     assert (ticket.learner, ticket.rank, ticket.number, ticket.stamp, ticket.step) == (9, 3, 8, 7, 6)
     assert (ticket.count, ticket.iteration) == (5, 11)
-    whole = Whole(1, 2, 3, 4, True, 5)
+    whole = Whole(1, 2, 3, 4, True, 5, 6)
     last = Part.of(PART.unpack(PART.pack(*whole.record(way=4))))
     assert (last.way, last.learner, Whole.of(last)) == (4, WHOLE, whole)
 
@@ -89,8 +90,8 @@ ANSWERED = [
     Taken(1, 2),
     Refused(1, 2),
     Refused(1, 2, frozenset({(7, 8), (9, 10)}), {7: 3}),
-    Counted(1, True, {7: 3, 9: 4}),
-    Counted(1, False, {}),
+    Counted(1, Count(8, True, False, {7: 3, 9: 4})),
+    Counted(1, Count(9, False, True)),
 ]
 
 

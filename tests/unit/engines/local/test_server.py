@@ -86,8 +86,8 @@ def test_a_sum_waits_until_the_shard_knows_where_its_node_has_them() -> None:
     supervisor.send(Call(LocalServer.add_node_table, (node, 0, layout, lane)))
     shard._control()  # what it has heard of so far: there is such a node
     sent = NodeDesk(desk)
-    sent.sums.push(Whole(0, 7, 0, 0, True, 1).record(0))
+    sent.sums.push(Whole(0, 7, 0, 0, True, 1, 3).record(0))
     assert shard._read_notes()
-    assert heard == [(name_of(node), Sum(0, 7, 0, (), 0, True, ()))]
+    assert heard == [(name_of(node), Sum(0, 7, 0, (), 0, True, 3, ()))]
     channel.close()
     supervisor.close()

@@ -18,6 +18,7 @@ from syncline.engines.local.tree_node import PARTS, LocalNode, NodeDesk, NodeEnd
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken
 from syncline.protocols.tree_shape import ROOT
+from syncline.protocols.tree_up import Count
 from tests.unit.engines.local.doubles import Post, Turns, layout_of
 
 LAYOUT = layout_of(2, 3)
@@ -73,7 +74,9 @@ class World:
         self.spec = NodeSpec(
             9, leaf, parent, desk, WakeUp(), *self.bells, Geometry(SLOTS, 1, sums=SUMS), self.beats
         )
-        self.post: Any = Post((LocalNode.add_table, 0, LAYOUT, lane, lockstep))
+        self.post: Any = Post((LocalNode.add_table, 0, LAYOUT, lane))
+        if not lockstep:
+            self.answer(active(lockstep=False))
 
     def settle(self) -> Iterator[None]:
         """All that it was told is done."""
@@ -104,7 +107,7 @@ class World:
 
 
 def active(*learners: int, at: int = 0, lockstep: bool = True) -> Counted:
-    return Counted(0, lockstep, dict.fromkeys(learners, at))
+    return Counted(0, Count(1, lockstep, False, dict.fromkeys(learners, at)))
 
 
 def test_in_lockstep_a_leaf_passes_one_mean_by_examples_up_when_all_have_come(
@@ -121,7 +124,7 @@ def test_in_lockstep_a_leaf_passes_one_mean_by_examples_up_when_all_have_come(
         assert world.up() is None
         one.publish(1, 1.0, examples=3)
         yield from world.settle()
-        assert world.up() == ([(1, 1), (2, 1)], Whole(0, 1, 0, 1, 1, 0), [1.75])
+        assert world.up() == ([(1, 1), (2, 1)], Whole(0, 1, 0, 1, 1, 0, 1), [1.75])
         assert os.eventfd_read(world.bells[0].fd) and not one.passed(1)
         assert world.lane.slots[0].options_text() == b"options of 1"
         world.answer(Taken(0, 1))
@@ -141,7 +144,7 @@ def test_under_a_free_dial_what_has_come_goes_up_when_the_way_is_free(
     def story() -> Iterator[None]:
         one.publish(1, 1.0)
         yield from world.settle()
-        assert world.up() == ([(1, 1)], Whole(0, 1, -1, 1, 1, 0), [1.0])
+        assert world.up() == ([(1, 1)], Whole(0, 1, -1, 1, 1, 0, 1), [1.0])
         one.publish(2, 2.0, slot=1), two.publish(1, 4.0)
         yield from world.settle()
         assert world.up() is None, "one is under way"
@@ -269,7 +272,7 @@ class Below:
         said = encode(Gradient(0, number, 0, 0, examples, 0, 1, 0, True, False, b"", 0.5))
         self.desk.over.push((way, learner, learner, *said))
         if last:
-            self.desk.over.push(Whole(0, number, 0, 1, True, 0).record(way))
+            self.desk.over.push(Whole(0, number, 0, 1, True, 0, 1).record(way))
 
     def answers(self) -> list[tuple[Any, ...]]:
         found = []
@@ -344,14 +347,14 @@ def test_what_the_former_node_above_half_said_is_void_though_the_node_is_moved_w
         without, _ = encode_answer(Refused(0, whole.number, frozenset({(1, 1)})), 0)
         world.own.back.push(without)
         yield
-        world.answer(Counted(1, False, {}))  # of a table that it hears of after it was moved
+        world.answer(Counted(1, Count(1, False, False)))  # of a table that it hears of after it was moved
         new = NodeEnd(world.own.over, world.own.back, 1)
         world.answer(Refused(0, whole.number + 1, frozenset()), new, way=1)
         lane = Region(Lane.nbytes(LAYOUT, slots=SUMS))
         world.post.letters += [
             (LocalNode.hear_below, {}),
             (LocalNode.move, 5, 1, WakeUp()),
-            (LocalNode.add_table, 1, LAYOUT, lane, False),
+            (LocalNode.add_table, 1, LAYOUT, lane),
         ]
         yield from world.settle()
         assert not one.passed(1), "the former one's word"

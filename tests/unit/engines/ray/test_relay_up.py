@@ -197,7 +197,7 @@ def node_on(machine: Relayed, site: int, *, parent: int | None) -> TreeNode:
 def test_a_sums_values_go_before_its_tickets_to_the_machine_above_or_to_all_with_shards() -> None:
     machine, _ = machine_of_a_learner()
     node = node_on(machine, 1, parent=2)
-    whole, place = Whole(0, 7, 0, 0, True, 1).record(0), place_of(0, 0, name_of(2))
+    whole, place = Whole(0, 7, 0, 0, True, 1, 1).record(0), place_of(0, 0, name_of(2))
 
     def turn() -> list[Sent]:
         machine.running.tree.scan()
@@ -223,7 +223,7 @@ def test_a_sum_for_a_former_parent_is_dropped_and_one_for_a_later_parent_waits()
     node.way = 1
 
     def passed(way: int) -> bool:
-        node.desk.over.push(Whole(0, way, 0, 0, True, 1).record(way))
+        node.desk.over.push(Whole(0, way, 0, 0, True, 1, 1).record(way))
         machine.running.tree.scan()
         machine.running.up.scan()
         return any(each.kind == Kind.OVER for each in machine.sent())
@@ -233,13 +233,13 @@ def test_a_sum_for_a_former_parent_is_dropped_and_one_for_a_later_parent_waits()
     machine.running.tree.scan()
     machine.running.up.scan()
     over = [each.body for each in machine.sent() if each.kind == Kind.OVER]
-    assert over == [PART.pack(*Whole(0, 2, 0, 0, True, 1).record(2))]
+    assert over == [PART.pack(*Whole(0, 2, 0, 0, True, 1, 1).record(2))]
 
 
 def test_tickets_of_a_node_that_arrive_wait_for_room_and_wake_the_leading_shard() -> None:
     machine = Relayed(0, (0, 2))
     node = node_on(machine, 1, parent=None)
-    records = [Whole(0, number, 0, 0, True, 0).record(0) for number in range(PARTS + 5)]
+    records = [Whole(0, number, 0, 0, True, 0, 1).record(0) for number in range(PARTS + 5)]
     body = b"".join(PART.pack(*record) for record in records)
     machine.running.tree.arrive(1, frame(Kind.SUM, body, place=place_of(0, 0, name_of(2))))
     heard = []

@@ -1,0 +1,79 @@
+"""Weights as they must be: every dial over every topology, against a sequential reference that steps by the same gradients.
+
+The cells of docs/exact/matrix.md run in tests/unit/test_matrix.py, by the same reference.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.optim import SGD, AdamW
+
+import syncline as sl
+from syncline.cluster import Cluster, Link
+from syncline.testing import Nodes
+from tests.integration.value_runs import Loop, check
+
+LOCKSTEP = ["hardsync", "delayed:1", "delayed:2", "hardsync until 1 then delayed:1"]
+WHOLE = [
+    "async:rate=given",
+    "ssp:2",
+    "downpour:push=1,fetch=2,local_lr=0.1",
+    "downpour:push=2,fetch=2,local_lr=0.1",
+]  # at the full rate
+FREE = [
+    *WHOLE,
+    "softsync:1",
+    "softsync:2",
+    "softsync:1,rate=given",
+    "async",
+    "ssp:1,rate=share",
+    "hardsync until 1 then softsync:2",
+]
+TREES = ["tree:2,servers=2", "tree:4,servers=1", "tree:2,broadcast,servers=1"]
+BUSY = Cluster(card=Link(latency=1.0), speeds=(1.0, 0.9, 0.8, 0.7))  # sums grow while others are under way
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("topology", ["servers:2", *TREES])
+@pytest.mark.parametrize("dial", [*LOCKSTEP, *FREE])
+def test_simulated(dial: str, topology: str, uneven: bool) -> None:
+    result = check(dial, topology, sl.Sim(BUSY, check=True), Loop(size=62, uneven=uneven), learners=4)
+    if "tree:4" in topology and dial in ("async", *WHOLE):
+        assert result.updates < result.gradients, "some sums hold several gradients"
+
+
+@pytest.mark.parametrize("topology", ["servers:2", "tree:2,servers=1"])
+def test_an_optimizer_with_state_makes_one_step_of_a_sum(topology: str) -> None:
+    for factory in (partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01), partial(AdamW, lr=0.1)):
+        for dial in ("async:rate=given", "softsync:2", "hardsync"):
+            check(
+                dial,
+                topology,
+                sl.Sim(BUSY, check=True),
+                Loop(size=62, uneven=True, factory=factory),
+                learners=4,
+            )
+
+
+@pytest.mark.parametrize("topology", ["servers:2", *TREES])
+@pytest.mark.parametrize("dial", [*LOCKSTEP, *FREE])
+def test_in_processes(dial: str, topology: str) -> None:
+    check(dial, topology, "local", Loop(size=62, uneven=True), learners=4)
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("topology", ["servers:1", "tree:2,servers=1", "tree:2,broadcast,servers=2"])
+@pytest.mark.parametrize("dial", [*LOCKSTEP, *FREE])
+def test_on_machines(dial: str, topology: str) -> None:
+    check(dial, topology, Nodes(2, 2), Loop(size=62, uneven=True), learners=4)
+
+
+@pytest.mark.parametrize("topology", ["servers:1", *TREES])
+@pytest.mark.parametrize("dial", WHOLE)
+@pytest.mark.parametrize("engine", ["sim", "local"])
+def test_a_learner_that_leaves_takes_no_step_of_others_with_it(dial: str, topology: str, engine: str) -> None:
+    chosen: Any = sl.Sim(BUSY, check=True) if engine == "sim" else engine
+    check(dial, topology, chosen, Loop(size=62, uneven=True, leaves=3), learners=4)
