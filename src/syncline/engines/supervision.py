@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def last_good(
         found = read(find(last)) if last else start
     except CheckpointError as error:
         raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
-    folder.prepare()  # removes what was being written
+    with suppress(OSError):  # a full or failing disk is no reason not to go back: going back only reads
+        folder.remove_unfinished()
     return found
 
 

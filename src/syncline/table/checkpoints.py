@@ -161,13 +161,17 @@ class Folder:
             _sync(self.root.parent)
             _write(self.root / ".probe", [b"writable"], 8)
             os.unlink(self.root / ".probe")
-            for path in sorted(self.root.iterdir()):
-                number, kind = _parse(path)
-                if kind == "old" and not self._at(number).exists():
-                    os.rename(path, self._at(number))
-                elif kind in ("tmp", "old", "gone"):
-                    self._discard(path)
+            self.remove_unfinished()
             _sync(self.root)
+
+    def remove_unfinished(self) -> None:
+        """Remove partly written checkpoints, and restore one that was being replaced; raises OSError."""
+        for path in sorted(self.root.iterdir()):
+            number, kind = _parse(path)
+            if kind == "old" and not self._at(number).exists():
+                os.rename(path, self._at(number))
+            elif kind in ("tmp", "old", "gone"):
+                self._discard(path)
 
     @property
     def first(self) -> Path:

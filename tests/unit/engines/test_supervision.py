@@ -265,7 +265,7 @@ def test_the_crew_is_always_those_that_the_lifecycle_counts(
 
 
 class NoFolder:
-    def prepare(self) -> None:
+    def remove_unfinished(self) -> None:
         pass
 
 
