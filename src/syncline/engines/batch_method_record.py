@@ -111,7 +111,7 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
     found = checkpoint.manifest
     if "batch" not in found:
         raise UsageError(
-            f"{checkpoint.path} was not written by a batch method but under {found.get('sync')}: resume it so, or "
+            f"{checkpoint.name} was not written by a batch method but under {found.get('sync')}: resume it so, or "
             "begin from its weights (model.load_state_dict)"
         )
     stands: dict[str, Any] = found["batch"]
@@ -123,8 +123,9 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
         table = TableState(layout=layout, optimizer=stands["method"], account=account)
         done = Standing.before(count)
         return Restored(
-            name=str(checkpoint.path),
+            name=str(checkpoint.name),
             seed=found["seed"],
+            path=str(checkpoint.path),
             seal=checkpoint.seal,
             tables={0: table},
             loaders={0: LoaderState(size=stands["size"], policy="batch", parts=1, standing=done)},
@@ -136,7 +137,7 @@ def read_batch(checkpoint: Checkpoint) -> Restored:
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
+            f"checkpoint {checkpoint.name} lacks {error}: it was written by another version of Syncline"
         ) from error
 
 

@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,35 @@ class Checkpoints:
         root = self._root() if not self.rank else None
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
         lock = RunLock(root.parent) if root is not None and there else None
+        folder = Folder(root) if root is not None else None
         try:
-            checkpoint = find(self.resume) if self.resume is not None else None
+            checkpoint = self._chosen(folder)
             found = self._restored(plan, checkpoint)
-            if root is not None:
-                folder = Folder(root)
+            if folder is not None:
                 folder.prepare()
                 folder.forget_first()
-                folder.forget_adopted()
+                if checkpoint is None or checkpoint.source is None:
+                    folder.forget_adopted()
                 if self.resume is None:
-                    (root.parent / EVENTS).unlink(missing_ok=True)  # of one that trained nothing
-                if checkpoint is not None and root.resolve() not in checkpoint.path.resolve().parents:
-                    found = replace(self.read(folder.adopt(checkpoint)), name=str(checkpoint.path))
+                    (folder.root.parent / EVENTS).unlink(missing_ok=True)  # of one that trained nothing
         except BaseException:
+            if folder is not None:
+                folder.forget_adopted()
             if lock is not None:
                 lock.release()
             raise
         return Storage(str(root.resolve()) if root is not None else None, self.keep, lock, found)
+
+    def _chosen(self, folder: Folder | None) -> Checkpoint | None:
+        """The checkpoint to go on from: of another folder, whose run may be alive, by links to it."""
+        if self.resume is None:
+            return None
+        return find(self.resume) if folder is None or self._is_own(folder.root) else folder.adopt(self.resume)
+
+    def _is_own(self, root: Path) -> bool:
+        """Return whether `resume` means the run folder of these checkpoints, or one of them."""
+        own = Path(self.resume).resolve() if self.resume is not None else None
+        return own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
 
     def _restored(self, plan: RunPlan, checkpoint: Checkpoint | None) -> Restored | None:
         found = self.read(checkpoint) if checkpoint is not None else None
@@ -116,9 +128,7 @@ class Checkpoints:
         """Of the run's checkpoints; a run that goes on writes where it was, unless told otherwise."""
         if self.run_dir is not None:
             root = Path(self.run_dir) / "checkpoints"
-            own = Path(self.resume).resolve() if self.resume is not None else None
-            same = own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
-            if not same and (Folder(root).all() or has_trained(root.parent / EVENTS)):
+            if not self._is_own(root) and (Folder(root).all() or has_trained(root.parent / EVENTS)):
                 raise UsageError(
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
                     "or give another run_dir"

@@ -140,6 +140,7 @@ class Restored:
 
     name: str  # of the checkpoint, for messages
     seed: int
+    path: str = ""  # of its files
     seal: int = 0  # of its content
     tables: dict[int, TableState] = field(default_factory=dict)
     loaders: dict[int, LoaderState] = field(default_factory=dict)
@@ -243,14 +244,15 @@ def restored(checkpoint: Checkpoint) -> Restored:
     found = checkpoint.manifest
     if "batch" in found:
         raise UsageError(
-            f"{checkpoint.path} is a batch method's ({found['batch']['method']}): resume it with sync='sandblaster'"
+            f"{checkpoint.name} is a batch method's ({found['batch']['method']}): resume it with sync='sandblaster'"
         )
     try:
         counts = {key: _by_number(value) for key, value in found["counts"].items()}
         counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in counts["losses"].items()}
         return Restored(
-            name=str(checkpoint.path),
+            name=str(checkpoint.name),
             seed=found["seed"],
+            path=str(checkpoint.path),
             seal=checkpoint.seal,
             tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
             loaders={record["loader"]: _loader(record) for record in found["loaders"]},
@@ -265,7 +267,7 @@ def restored(checkpoint: Checkpoint) -> Restored:
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
+            f"checkpoint {checkpoint.name} lacks {error}: it was written by another version of Syncline"
         ) from error
 
 
