@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from syncline.engines.run import Storage
 from syncline.errors import SynclineError, UsageError
@@ -25,6 +24,7 @@ AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
 LOCK = "run.lock"
+RECORD = 5.0  # seconds that the owner of a run folder gets to write who it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +159,17 @@ def has_trained(events: Path) -> bool:
 
 
 class RunLock:
-    """Who is writing to a run folder: held while its run is alive; raises where somebody else has it, or nothing can be
-    written. The system lets go of it also after kill -9. Where a file system has no locks, nobody is kept out.
+    """The exclusive right to write to a run folder, held while its run is alive; raises where another run has it, or nothing
+    can be written. The system releases it also after kill -9. Where a file system has no locks, every run gets it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            while not self._take():
-                continue
+            deadline = time.monotonic() + RECORD
+            while not self._take(last=time.monotonic() > deadline):
+                time.sleep(0.01)
             self._file.truncate(0)
             own = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
             self._file.write(json.dumps(own))
@@ -178,13 +179,21 @@ class RunLock:
                 f"cannot use {folder} for a run: {error.strerror} ({error.filename}); use a writable one"
             ) from error
 
-    def _take(self) -> bool:
-        """False where the one before took its file away meanwhile."""
+    def _take(self, *, last: bool) -> bool:
+        """Return False where another try is needed: the owner before has just removed the file, or the new one has not yet
+        written who it is. The `last` try raises all the same.
+        """
         self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(self._taken()) from None
+            owner, pid = self._owner()
+            if owner or last:
+                raise UsageError(
+                    f"{self._path.parent} holds a run that is alive: {owner or 'which process it is, is not written yet'}. Wait "
+                    f"for it, end it (kill {pid or 'PID'} leaves a last checkpoint), or give another run_dir"
+                ) from None
+            return False
         except OSError:  # no locks there
             return True
         with contextlib.suppress(FileNotFoundError):
@@ -193,19 +202,19 @@ class RunLock:
         self._file.close()
         return False
 
-    def _taken(self) -> str:
-        """By whom, as far as the file says it."""
-        holder: dict[str, Any] = {}
-        with self._file, contextlib.suppress(OSError, ValueError):
+    def _owner(self) -> tuple[str, int]:
+        """Return process, host and start in words, and the process. Nothing while they are being written, or where the file names a
+        process that has ended: its successor has the lock but has not yet written.
+        """
+        with self._file, contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             self._file.seek(0)
-            found = json.loads(self._file.read())
-            holder = found if isinstance(found, dict) else {}
-        pid, host, started = (holder.get(key) for key in ("pid", "host", "started"))
-        since = f" since {time.ctime(started)}" if isinstance(started, int | float) else ""
-        return (
-            f"{self._path.parent} holds a run that is alive: process {pid} on {host}{since}. Wait for it, end it (kill {pid} "
-            "leaves a last checkpoint), or give another run_dir"
-        )
+            owner = json.loads(self._file.read())
+            pid, host = owner["pid"], owner["host"]
+            if host == socket.gethostname():
+                with contextlib.suppress(PermissionError):  # it is another user's, and alive
+                    os.kill(pid, 0)
+            return f"process {pid} on {host} since {time.ctime(owner['started'])}", pid
+        return "", 0
 
     def release(self) -> None:
         """The file goes, too; only a process that was killed leaves one."""
