@@ -331,7 +331,7 @@ def test_a_full_disk_is_a_warning_and_the_run_goes_on(
 
 
 def test_going_on_from_a_live_run_that_prunes_meanwhile(tmp_path: Path) -> None:
-    """Each takes the newest checkpoint that it finds; what it has found stays, whatever the live run removes."""
+    """A resume takes the newest checkpoint it finds, and keeps it when the live run removes it."""
     live = tmp_path / "live"
     options: dict[str, Any] = {
         "sync": "softsync:1",

@@ -24,7 +24,7 @@ AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
 LOCK = "run.lock"
-RECORD = 5.0  # seconds that the owner of a run folder gets to write who it is
+RECORD = 5.0  # seconds that the owner of a run folder gets to write its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Checkpoints:
         return Storage(str(root.resolve()) if root is not None else None, self.keep, lock, found)
 
     def _chosen(self, folder: Folder | None) -> Checkpoint | None:
-        """The checkpoint to go on from: of another folder, whose run may be alive, by links to it."""
+        """Return the checkpoint to resume from. One in another folder is linked here: the run there may be alive and prune it."""
         if self.resume is None:
             return None
         return find(self.resume) if folder is None or self._is_own(folder.root) else folder.adopt(self.resume)
@@ -159,8 +159,10 @@ def has_trained(events: Path) -> bool:
 
 
 class RunLock:
-    """The exclusive right to write to a run folder, held while its run is alive; raises where another run has it, or nothing
-    can be written. The system releases it also after kill -9. Where a file system has no locks, every run gets it.
+    """The exclusive right to write to a run folder, held while its run is alive.
+
+    Raises where another run has it, or nothing can be written. The system releases it also after kill -9. Where a file system
+    has no locks, every run gets it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -180,8 +182,9 @@ class RunLock:
             ) from error
 
     def _take(self, *, last: bool) -> bool:
-        """Return False where another try is needed: the owner before has just removed the file, or the new one has not yet
-        written who it is. The `last` try raises all the same.
+        """Return False where another try is needed; the `last` one raises instead.
+
+        The previous owner may have just removed the file, or the new one may not have written its record yet.
         """
         self._file = self._path.open("a+")
         try:
@@ -203,8 +206,10 @@ class RunLock:
         return False
 
     def _owner(self) -> tuple[str, int]:
-        """Return process, host and start in words, and the process. Nothing while they are being written, or where the file names a
-        process that has ended: its successor has the lock but has not yet written.
+        """Return process, host and start in words, and the process.
+
+        Return nothing while they are being written, or where the file names a process that has ended: its successor has the lock
+        but has not written its record yet.
         """
         with self._file, contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             self._file.seek(0)

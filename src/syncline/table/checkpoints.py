@@ -330,7 +330,7 @@ def find(where: str | Path) -> Checkpoint:
 
 
 def _newest(where: str | Path, read: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Read the checkpoint that `where` means. Where a live run removes it meanwhile, read the newest that is there then."""
+    """Read the checkpoint that `where` means; where a live run removes it first, read the newest that remains."""
     path = Path(os.path.abspath(where))
     for _ in range(TRIES):
         # a listing that a live run's renames disturb may miss both the old and the new one: look twice
@@ -359,7 +359,7 @@ def _advised(damage: CheckpointError, older: Iterable[Path]) -> CheckpointError:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Link the files of a folder that may lose its name and its files meanwhile; copy them where the disk is another."""
+    """Link the files of a folder that a live run may remove at any moment; copy them where the disk is another."""
     folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with ExitStack() as stack:

@@ -106,10 +106,10 @@ def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:
     RunLock(tmp_path / "run").release()
 
 
-def test_the_loser_waits_until_the_owner_has_written_who_it_is(
+def test_the_loser_waits_until_the_record_of_the_owner_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner has the lock before its record; what the file holds until then is of a process that has ended."""
+    """The owner has the lock before its record is written; until then the file names a process that has ended."""
     (ended := subprocess.Popen(["true"])).wait()
     path, host = tmp_path / LOCK, socket.gethostname()
     path.write_text(json.dumps({"pid": ended.pid, "host": host, "started": 1.0}))
