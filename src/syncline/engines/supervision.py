@@ -282,7 +282,7 @@ class BatchSupervision:
             return
         version = last.version if last else 0
         self._record.go_back(last)
-        self._coordinator.go_back(last.batch["state"] if last and last.batch else None, version)
+        self._coordinator.go_back(last.batch.state if last and last.batch else None, version)
         what = f"recovered: all shards are back at version {version}"
         self._recorder.event(what, kind="recovered", version=version)
         self._crew.renew_shards(last)

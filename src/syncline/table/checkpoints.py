@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from syncline.errors import RunError
-from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
+from syncline.table.layout import DTYPES, Entry, Layout, Part
 from syncline.table.nested_optimizers import PREFIX, Kept, keep
 from syncline.table.optimizer_template import OptimizerTemplate, PieceState, join_states
 
@@ -404,18 +405,33 @@ def read(path: Path, source: Path | None = None) -> Checkpoint:
         content, seal = _content(path, named)
     except OSError as error:
         raise CheckpointError(f"checkpoint {named} is gone: {error.strerror}") from error
-    return Checkpoint(path, content["number"], content["manifest"], seal, source)
+    return Checkpoint(path, content.number, content.manifest, seal, source)
 
 
-def _content(path: Path, named: Path) -> tuple[dict[str, Any], int]:
+class _Format(msgspec.Struct):
+    format: int
+
+
+class _Content(_Format):
+    number: int
+    files: list[Written]
+    manifest: dict[str, Any]
+
+
+def _content(path: Path, named: Path) -> tuple[_Content, int]:
     """Of a manifest that is whole, and its crc32; errors name the checkpoint `named`."""
     sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
         raise CheckpointError(f"checkpoint {named} is damaged: {MANIFEST} is truncated or has changed")
-    content: dict[str, Any] = json.loads(sealed["body"])
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {named} has format {content['format']}, this reads {FORMAT}")
-    return content, int(sealed["crc"], 16)
+    try:
+        content = json.loads(sealed["body"])  # msgspec's reader knows no infinity, and losses may be infinite
+        if (version := msgspec.convert(content, _Format).format) != FORMAT:
+            raise CheckpointError(f"checkpoint {named} has format {version}, this reads {FORMAT}")
+        return msgspec.convert(content, _Content), int(sealed["crc"], 16)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {named} is damaged: {MANIFEST} has unexpected content: {error}"
+        ) from error
 
 
 def _verified(path: Path, source: Path | None = None) -> Checkpoint:
@@ -423,17 +439,18 @@ def _verified(path: Path, source: Path | None = None) -> Checkpoint:
     name, named = MANIFEST, source or path
     try:
         content, seal = _content(path, named)
-        for file in content["files"]:
-            name, expected, found = file["name"], (file["nbytes"], file["crc"]), (0, 0)
+        for file in content.files:
+            name, expected, found = file.name, (file.nbytes, file.crc), (0, 0)
             with open(path / name, "rb", buffering=0) as stream:
                 while chunk := stream.read(CHUNK):
                     found = found[0] + len(chunk), zlib.crc32(chunk, found[1])
             if found != expected:
                 changed = f"has (bytes, crc32) {found} instead of {expected}"
                 raise CheckpointError(f"checkpoint {named} is damaged: {name} {changed}")
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {named} is damaged: {name}: {error.strerror}") from error
-    return Checkpoint(path, content["number"], content["manifest"], seal, source)
+    except (OSError, ValueError) as error:  # a name may be none that a file can have
+        what = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"checkpoint {named} is damaged: {name}: {what}") from error
+    return Checkpoint(path, content.number, content.manifest, seal, source)
 
 
 def piece_tensors(
@@ -531,17 +548,6 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 def layout_json(layout: Layout) -> dict[str, Any]:
     """A layout for the manifest; where shards were cut is nobody's later."""
     return asdict(replace(layout, cuts=()))
-
-
-def layout_of(data: Mapping[str, Any]) -> Layout:
-    """The inverse of `layout_json`, before or after a trip through JSON."""
-    flats = {
-        kind: Flat(tuple(Entry(e["name"], tuple(e["shape"]), e["dtype"]) for e in data[kind]["entries"]))
-        for kind in ("parameters", "buffers", "others")
-    }
-    groups, aliases = (tuple(tuple(each) for each in data[key]) for key in ("groups", "aliases"))
-    cuttable, shards = data["cuttable"], data["shards"]
-    return Layout(**flats, groups=groups, aliases=aliases, cuttable=cuttable, shards=shards, cuts=())
 
 
 # -- for whoever goes on with a table: a shard reads its part, a learner among equals all of it --------------
