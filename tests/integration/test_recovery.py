@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +23,10 @@ from torch.utils.data import Dataset
 import syncline as sl
 from syncline.errors import LostError
 from syncline.report.event_lines import read_lines
-from syncline.table.checkpoints import Checkpoint
+from syncline.table.checkpoints import Checkpoint, Folder
 from syncline.testing import Faults
 from tests.integration import small_runs
-from tests.integration.small_runs import PRESETS, kinds, points
+from tests.integration.small_runs import PRESETS, kinds, points, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -177,6 +181,29 @@ def test_without_checkpoints_the_run_ends_and_says_what_to_do() -> None:
     run = start(script="kill shard 1 at version 10", sync="async")
     with pytest.raises(LostError, match=r"shard 1 .* SIGKILL, .*give run_dir= and checkpoint_every="):
         run.wait(timeout=60)
+
+
+def test_going_back_works_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back only reads. The disk is full for this process alone, which commits checkpoints."""
+    write = os.write
+
+    def full(descriptor: int, data: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sl.errors.SynclineWarning)  # of checkpoints that fail
+        run = start(sync="softsync:1", run_dir=tmp_path, checkpoint_every=10, epochs=4)
+        until(Folder(tmp_path / "checkpoints").all)
+        monkeypatch.setattr(os, "write", full)
+        shard = next(each for each in run.statistics().processes if each.role == "shard")
+        os.kill(shard.pid, signal.SIGKILL)
+        result = run.wait(timeout=60)
+    assert {"shard lost", "recovered", "checkpoint failed"} <= set(kinds(result))
+    assert result.statistics.tables[0].examples == 4 * SIZE
+    (recovered,) = [event for event in result.events if event.kind == "recovered"]
+    assert recovered.details["version"] > 0
 
 
 def test_losses_without_a_checkpoint_in_between_are_bounded(tmp_path: Path) -> None:

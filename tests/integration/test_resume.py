@@ -22,10 +22,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline as sl
+from syncline.dial import Course
 from syncline.engines import checkpoint_writer as files
+from syncline.engines.checkpoint_options import Checkpoints
 from syncline.errors import LearnerError, UsageError
 from syncline.report.run_record import read_run
-from syncline.table.checkpoints import CheckpointError
+from syncline.roles.run_plan import RunPlan
+from syncline.table.checkpoints import CheckpointError, Folder
+from tests.integration.small_runs import until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -324,3 +328,32 @@ def test_a_full_disk_is_a_warning_and_the_run_goes_on(
     assert f"the last good one is {good}" in text and "The run goes on" in text
     assert same(result, whole)
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if name.startswith(".")]
+
+
+def test_going_on_from_a_live_run_that_prunes_meanwhile(tmp_path: Path) -> None:
+    """A resume takes the newest checkpoint it finds, and keeps it when the live run removes it."""
+    live = tmp_path / "live"
+    options: dict[str, Any] = {
+        "sync": "softsync:1",
+        "learners": 2,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 1,
+    }
+    run: Any = train(
+        model=partial(nn.Linear, 6, 2), epochs=100_000, seed=0, run_dir=live, wait=False, **options
+    )
+    plan = RunPlan(course=Course.of("async"), learners=2)
+    versions = []
+    try:
+        until(Folder(live / "checkpoints").all)
+        for number in range(64):
+            _, storage = Checkpoints(tmp_path / f"{number}", live, "end", 2).opened(plan)
+            assert storage.lock is not None and storage.restored is not None
+            storage.lock.release()
+            versions.append(storage.restored.version)
+            found = storage.restored.tables[0].content
+            assert [tuple(value.shape) for value in found.values.values()] == [(2, 6), (2,)]
+    finally:
+        run.stop()
+        run.wait(timeout=60)
+    assert versions == sorted(versions) and versions[-1] > versions[0]

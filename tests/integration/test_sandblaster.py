@@ -147,6 +147,15 @@ def test_it_ends_by_itself_where_the_gradient_is_small_or_nothing_more_is_gained
     assert result.version < 200 and result.events[-1].kind == "converged"
 
 
+@pytest.mark.parametrize("engine", ["local", "sim"])
+def test_a_run_that_has_converged_ends_at_once_when_it_is_resumed(engine: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"engine": engine, "optimizer": sl.LBFGS(tolerance=1e-2)}
+    whole = train(steps=100, run_dir=tmp_path / "run", **options)
+    assert kinds(whole) == ["converged"]
+    resumed = train(steps=200, resume=tmp_path / "run", **options)
+    assert kinds(resumed) == ["converged"] and same(resumed, whole)
+
+
 def test_evaluation_history_and_report_are_there(tmp_path: Path) -> None:
     seen: list[int] = []
     result = train(

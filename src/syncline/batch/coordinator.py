@@ -99,7 +99,7 @@ class Coordinator:
         if self.done():
             self._out.append(m.Over(None))
         else:
-            self._say(next(self._steps))
+            self._next(None)
         return self._take()
 
     def done(self) -> bool:

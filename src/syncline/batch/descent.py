@@ -12,6 +12,8 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import msgspec
+
 from syncline.batch import commands as c
 from syncline.batch.line_search import armijo, wolfe
 from syncline.errors import UsageError
@@ -39,7 +41,9 @@ class Standing:
             return cls(method)
         if state.get("method") != method:
             raise UsageError(f"{method} cannot go on from a state of {state.get('method', 'no method')}")
-        return cls(**{field.name: state[field.name] for field in fields(cls)})
+        if missing := [each.name for each in fields(cls) if each.name not in state]:
+            raise UsageError(f"{method} cannot go on from a state without {', '.join(missing)}")
+        return msgspec.convert(dict(state), cls)
 
     def begin(self, got: c.Scalars) -> bool:
         """The evaluation at x with which the method begins; False where it is not finite."""

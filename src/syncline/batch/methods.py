@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+import msgspec
+
 from syncline.batch import commands as c
 from syncline.batch.descent import (
     MEASURE,
@@ -47,7 +49,7 @@ class GradientDescent(Options):
 
     def __call__(self, state: c.State | None = None) -> c.Steps:
         at = Standing.of(self.name, state)
-        best = state["best"] if state and at.evaluated else math.inf
+        best = msgspec.convert(state["best"], float) if state and at.evaluated else math.inf
         return self._steps(at, best)
 
     def _steps(self, at: Standing, best: float) -> c.Steps:
@@ -88,7 +90,9 @@ class ConjugateGradient(Descent):
         return ("x", "g", "d", "old x", "old g")
 
     def direction(self, state: c.State | None) -> Direction:
-        kept = {key: state[key] for key in ("beta", "slope", "reach")} if state else {}
+        kept = (
+            {key: msgspec.convert(state[key], float) for key in ("beta", "slope", "reach")} if state else {}
+        )
         return _Conjugate(**kept)
 
 
@@ -159,12 +163,15 @@ class LBFGS(Descent):
         return ("x", "g", "d", "old x", *pairs)
 
     def direction(self, state: c.State | None) -> Direction:
-        used = list(state["history"]) if state else []
+        used = msgspec.convert(state["history"], list[int]) if state else []
         if any(slot >= self.history for slot in used):
             raise UsageError(
                 f"LBFGS(history={self.history}) cannot go on from a state with a history of {max(used) + 1}; use that"
             )
-        return _QuasiNewton(self.history, used, dict(state["dots"]) if state else {})
+        dots = msgspec.convert(state["dots"], dict[str, float]) if state else {}
+        if state and state["evaluated"]:
+            _recursion(used, dots)  # raises where a product is missing
+        return _QuasiNewton(self.history, used, dots)
 
 
 class _QuasiNewton(Direction):

@@ -24,8 +24,15 @@ from syncline.learn.portion_worker import BatchPlan, trained
 from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
-from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState
-from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, layout_json, layout_of, table_file
+from syncline.roles.checkpoint_manifest import (
+    BatchManifest,
+    LoaderState,
+    Restored,
+    TableState,
+    check_sound,
+    decoded,
+)
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, layout_json, table_file
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -47,8 +54,8 @@ def coordinator_of(spec: RunSpec) -> Coordinator:
         slots=slots_of(spec.plan.learners, deterministic=plan.deterministic),
         portions=Portions(deterministic=plan.deterministic, window=window),
         limit=spec.plan.limit,
-        state=stands["state"] if stands else None,
-        iteration=stands["iteration"] if stands else 0,
+        state=stands.state if stands else None,
+        iteration=stands.iteration if stands else 0,
     )
 
 
@@ -108,36 +115,34 @@ def state_of(plan: BatchPlan, x: list[Tensor]) -> dict[str, Tensor]:
 
 def read_batch(checkpoint: Checkpoint) -> Restored:
     """Where a run goes on; vectors are read by the shards."""
-    found = checkpoint.manifest
-    if "batch" not in found:
+    name = str(checkpoint.name)
+    if "batch" not in checkpoint.manifest:
         raise UsageError(
-            f"{checkpoint.path} was not written by a batch method but under {found.get('sync')}: resume it so, or "
+            f"{name} was not written by a batch method but under {checkpoint.manifest.get('sync')}: resume it so, or "
             "begin from its weights (model.load_state_dict)"
         )
-    stands: dict[str, Any] = found["batch"]
-    try:
-        count = stands["iteration"]
-        sums, dropped = stands["sums"], stands["discarded"]
-        account = Account(version=count, gradients=sums, dropped=dropped, histogram={0: sums})
-        layout = layout_of(found["layout"])
-        table = TableState(layout=layout, optimizer=stands["method"], account=account)
-        done = Standing.before(count)
-        return Restored(
-            name=str(checkpoint.path),
-            seed=found["seed"],
-            seal=checkpoint.seal,
-            tables={0: table},
-            loaders={0: LoaderState(size=stands["size"], policy="batch", parts=1, standing=done)},
-            counts=m.Counts(examples={0: stands["examples"]}),
-            history=found["history"],
-            sync=found["sync"],
-            virtual=found.get("virtual", 0.0),
-            batch=stands,
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
-        ) from error
+    found = decoded(name, BatchManifest, checkpoint.manifest)
+    stands, layout = found.batch, check_sound(name, found.layout)
+    account = Account(
+        version=stands.iteration,
+        gradients=stands.sums,
+        dropped=stands.discarded,
+        histogram={0: stands.sums},
+    )
+    done = Standing.before(stands.iteration)
+    return Restored(
+        name=name,
+        seed=found.seed,
+        path=str(checkpoint.path),
+        seal=checkpoint.seal,
+        tables={0: TableState(layout=layout, optimizer=stands.method, account=account)},
+        loaders={0: LoaderState(size=stands.size, policy="batch", parts=1, standing=done)},
+        counts=m.Counts(examples={0: stands.examples}),
+        history=found.history,
+        sync=found.sync,
+        virtual=found.virtual,
+        batch=stands,
+    )
 
 
 def check_restored(plan: BatchPlan, found: Restored | None) -> None:
@@ -147,10 +152,18 @@ def check_restored(plan: BatchPlan, found: Restored | None) -> None:
     assert found.batch is not None
     found.check_layout(0, plan.layout)
     found.check_optimizer(0, method_name(plan.method))
-    plan.method(found.batch["state"]).close()  # it refuses what it cannot go on from
-    if found.batch["size"] != plan.samples.size:
+    try:
+        plan.method(found.batch.state).close()  # it refuses what it cannot go on from
+    except UsageError as error:
+        raise UsageError(f"{found.name}: {error}") from error
+    except Exception as error:  # of the method's, which may be the user's
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{method_name(plan.method)} cannot go on from the state in {found.name}: {what}"
+        ) from error
+    if found.batch.size != plan.samples.size:
         raise UsageError(
-            f"{found.name} was made with {found.batch['size']} examples, this run has {plan.samples.size}; resume with "
+            f"{found.name} was made with {found.batch.size} examples, this run has {plan.samples.size}; resume with "
             "the data it was made with"
         )
 

@@ -10,9 +10,8 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from syncline.engines.run import Storage
 from syncline.errors import SynclineError, UsageError
@@ -25,6 +24,7 @@ AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
 LOCK = "run.lock"
+RECORD = 5.0  # seconds that the owner of a run folder gets to write its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +62,35 @@ class Checkpoints:
         root = self._root() if not self.rank else None
         there = root is not None and (self.run_dir is not None or root.parent.is_dir())
         lock = RunLock(root.parent) if root is not None and there else None
+        folder = Folder(root) if root is not None else None
         try:
-            checkpoint = find(self.resume) if self.resume is not None else None
+            checkpoint = self._chosen(folder)
             found = self._restored(plan, checkpoint)
-            if root is not None:
-                folder = Folder(root)
+            if folder is not None:
                 folder.prepare()
                 folder.forget_first()
-                folder.forget_adopted()
+                if checkpoint is None or checkpoint.source is None:
+                    folder.forget_adopted()
                 if self.resume is None:
-                    (root.parent / EVENTS).unlink(missing_ok=True)  # of one that trained nothing
-                if checkpoint is not None and root.resolve() not in checkpoint.path.resolve().parents:
-                    found = replace(self.read(folder.adopt(checkpoint)), name=str(checkpoint.path))
+                    (folder.root.parent / EVENTS).unlink(missing_ok=True)  # of one that trained nothing
         except BaseException:
+            if folder is not None:
+                folder.forget_adopted()
             if lock is not None:
                 lock.release()
             raise
         return Storage(str(root.resolve()) if root is not None else None, self.keep, lock, found)
+
+    def _chosen(self, folder: Folder | None) -> Checkpoint | None:
+        """Return the checkpoint to resume from. One in another folder is linked here: the run there may be alive and prune it."""
+        if self.resume is None:
+            return None
+        return find(self.resume) if folder is None or self._is_own(folder.root) else folder.adopt(self.resume)
+
+    def _is_own(self, root: Path) -> bool:
+        """Return whether `resume` means the run folder of these checkpoints, or one of them."""
+        own = Path(self.resume).resolve() if self.resume is not None else None
+        return own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
 
     def _restored(self, plan: RunPlan, checkpoint: Checkpoint | None) -> Restored | None:
         found = self.read(checkpoint) if checkpoint is not None else None
@@ -116,9 +128,7 @@ class Checkpoints:
         """Of the run's checkpoints; a run that goes on writes where it was, unless told otherwise."""
         if self.run_dir is not None:
             root = Path(self.run_dir) / "checkpoints"
-            own = Path(self.resume).resolve() if self.resume is not None else None
-            same = own is not None and root.resolve() in (*own.parents, own / "checkpoints", own)
-            if not same and (Folder(root).all() or has_trained(root.parent / EVENTS)):
+            if not self._is_own(root) and (Folder(root).all() or has_trained(root.parent / EVENTS)):
                 raise UsageError(
                     f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
                     "or give another run_dir"
@@ -149,16 +159,19 @@ def has_trained(events: Path) -> bool:
 
 
 class RunLock:
-    """Who is writing to a run folder: held while its run is alive; raises where somebody else has it, or nothing can be
-    written. The system lets go of it also after kill -9. Where a file system has no locks, nobody is kept out.
+    """The exclusive right to write to a run folder, held while its run is alive.
+
+    Raises where another run has it, or nothing can be written. The system releases it also after kill -9. Where a file system
+    has no locks, every run gets it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            while not self._take():
-                continue
+            deadline = time.monotonic() + RECORD
+            while not self._take(last=time.monotonic() > deadline):
+                time.sleep(0.01)
             self._file.truncate(0)
             own = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
             self._file.write(json.dumps(own))
@@ -168,13 +181,22 @@ class RunLock:
                 f"cannot use {folder} for a run: {error.strerror} ({error.filename}); use a writable one"
             ) from error
 
-    def _take(self) -> bool:
-        """False where the one before took its file away meanwhile."""
+    def _take(self, *, last: bool) -> bool:
+        """Return False where another try is needed; the `last` one raises instead.
+
+        The previous owner may have just removed the file, or the new one may not have written its record yet.
+        """
         self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(self._taken()) from None
+            owner, pid = self._owner()
+            if owner or last:
+                raise UsageError(
+                    f"{self._path.parent} holds a run that is alive: {owner or 'which process it is, is not written yet'}. Wait "
+                    f"for it, end it (kill {pid or 'PID'} leaves a last checkpoint), or give another run_dir"
+                ) from None
+            return False
         except OSError:  # no locks there
             return True
         with contextlib.suppress(FileNotFoundError):
@@ -183,19 +205,21 @@ class RunLock:
         self._file.close()
         return False
 
-    def _taken(self) -> str:
-        """By whom, as far as the file says it."""
-        holder: dict[str, Any] = {}
-        with self._file, contextlib.suppress(OSError, ValueError):
+    def _owner(self) -> tuple[str, int]:
+        """Return process, host and start in words, and the process.
+
+        Return nothing while they are being written, or where the file names a process that has ended: its successor has the lock
+        but has not written its record yet.
+        """
+        with self._file, contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             self._file.seek(0)
-            found = json.loads(self._file.read())
-            holder = found if isinstance(found, dict) else {}
-        pid, host, started = (holder.get(key) for key in ("pid", "host", "started"))
-        since = f" since {time.ctime(started)}" if isinstance(started, int | float) else ""
-        return (
-            f"{self._path.parent} holds a run that is alive: process {pid} on {host}{since}. Wait for it, end it (kill {pid} "
-            "leaves a last checkpoint), or give another run_dir"
-        )
+            owner = json.loads(self._file.read())
+            pid, host = owner["pid"], owner["host"]
+            if host == socket.gethostname():
+                with contextlib.suppress(PermissionError):  # it is another user's, and alive
+                    os.kill(pid, 0)
+            return f"process {pid} on {host} since {time.ctime(owner['started'])}", pid
+        return "", 0
 
     def release(self) -> None:
         """The file goes, too; only a process that was killed leaves one."""

@@ -52,9 +52,8 @@ class Recorder:
         layouts: Callable[[], dict[int, Layout]] = dict,
     ) -> None:
         self.outcome = Outcome()
-        for record in spec.storage.restored.history if spec.storage.restored else ():
-            losses = {int(rank): loss for rank, loss in record["losses"].items()}  # JSON's keys are strings
-            self.outcome.history.append(EpochRecord(**{**record, "losses": losses}))
+        if spec.storage.restored is not None:
+            self.outcome.history += spec.storage.restored.history
         self.error: BaseException | None = None
         self._now, self._evaluate, self._stop, self._layouts = now, evaluate, stop, layouts
         self._callbacks, self._listeners = spec.callbacks, spec.listeners

@@ -18,6 +18,7 @@ from syncline.learn.portion_worker import BatchPlan
 from syncline.messages import Statistics
 from syncline.protocols.lifecycle import Faults
 from syncline.protocols.staleness import Staleness
+from syncline.roles.checkpoint_manifest import EpochRecord as EpochRecord
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan, Seat
 
@@ -84,24 +85,6 @@ class RunSpec:
         return Seat(
             plan=self.plan, rank=rank, device=devices[0], seats=self.group, devices=devices, cut=self.cut
         )
-
-
-@dataclass(slots=True, kw_only=True)
-class EpochRecord:
-    """One epoch, at the version that folded its last example (M10)."""
-
-    epoch: int
-    version: int
-    seconds: float
-    examples: int
-    loss: float
-    losses: dict[int, float]
-    metrics: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, float] = field(default_factory=dict)  # of a batch iteration: step, evaluations …
-
-    def __getitem__(self, key: str) -> Any:
-        known = {**self.notes, **self.metrics}
-        return known[key] if key in known else getattr(self, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def last_good(
         found = read(find(last)) if last else start
     except CheckpointError as error:
         raise LostError(f"{lost}, and the last checkpoint cannot be read: {error}") from error
-    folder.prepare()  # removes what was being written
+    with suppress(OSError):  # a full or failing disk is no reason not to go back: going back only reads
+        folder.remove_unfinished()
     return found
 
 
@@ -280,7 +282,7 @@ class BatchSupervision:
             return
         version = last.version if last else 0
         self._record.go_back(last)
-        self._coordinator.go_back(last.batch["state"] if last and last.batch else None, version)
+        self._coordinator.go_back(last.batch.state if last and last.batch else None, version)
         what = f"recovered: all shards are back at version {version}"
         self._recorder.event(what, kind="recovered", version=version)
         self._crew.renew_shards(last)

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from syncline import messages as m
@@ -26,12 +28,32 @@ from syncline.table.checkpoints import (
     Content,
     Source,
     layout_json,
-    layout_of,
     read_content,
 )
-from syncline.table.layout import Layout
+from syncline.table.layout import DTYPES, Layout
 
 FLIGHTS = "flights.safetensors"
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochRecord:
+    """One epoch, at the version that folded its last example (M10)."""
+
+    epoch: int
+    version: int
+    seconds: float
+    examples: int
+    loss: float
+    losses: dict[int, float]
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, float] = field(default_factory=dict)  # of a batch iteration: step, evaluations …
+
+    def __getitem__(self, key: str) -> Any:
+        known = {**self.notes, **self.metrics}
+        return known[key] if key in known else getattr(self, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,18 +162,19 @@ class Restored:
 
     name: str  # of the checkpoint, for messages
     seed: int
+    path: str = ""  # of its files
     seal: int = 0  # of its content
     tables: dict[int, TableState] = field(default_factory=dict)
     loaders: dict[int, LoaderState] = field(default_factory=dict)
     learners: dict[int, m.Personal] = field(default_factory=dict)
     counts: m.Counts = field(default_factory=m.Counts)
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
     sync: str = ""  # the dials of the run that wrote it
     chosen: list[tuple[Sync, int]] = field(default_factory=list)  # changed to on the way, with the epoch
     pipelines: dict[int, PipelineState] = field(default_factory=dict)  # of an all-reduce run, by table
     simulated: dict[str, Any] | None = None  # where a simulated run stood; the simulator's own
     virtual: float = 0.0  # seconds of a simulated all-reduce run, or one of a batch method
-    batch: dict[str, Any] | None = None  # where a batch method stood (M18)
+    batch: BatchState | None = None  # where a batch method stood (M18)
 
     def check_layout(self, table: int, layout: Layout) -> None:
         """A table goes on only with the model that it was made with."""
@@ -238,96 +261,185 @@ def upto(version: int, history: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return [record for record in history if record["version"] <= version]
 
 
+# -- reading: nothing of a manifest is trusted, though its checksum is right -----------------------------------
+
+
+class TableRecord(msgspec.Struct, kw_only=True):
+    """One table in a manifest."""
+
+    table: Count
+    layout: Layout
+    optimizer: str
+    account: Account
+
+
+class LoaderRecord(msgspec.Struct, kw_only=True):
+    """One loader in a manifest."""
+
+    loader: Count
+    size: Count
+    policy: str
+    parts: Annotated[int, Meta(ge=1)]
+    standing: Standing
+
+
+class Numbered(msgspec.Struct):
+    """The table that a pipeline in a manifest is of."""
+
+    table: Count
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What `manifest` and engines write of a run over servers, or over all-reduce."""
+
+    seed: int
+    sync: str
+    chosen: list[tuple[Sync, int]] = []
+    tables: list[TableRecord]
+    loaders: list[LoaderRecord]
+    counts: m.Counts
+    history: list[EpochRecord]
+    pipelines: list[dict[str, Any]] = []
+    simulated: dict[str, Any] | None = None
+    virtual: Seconds = 0.0
+
+
+class BatchState(msgspec.Struct, kw_only=True):
+    """Where a batch method stood (M18)."""
+
+    method: str
+    iteration: Count
+    state: dict[str, Any]
+    size: Count
+    portion: Count
+    examples: Count
+    sums: Count
+    discarded: Count
+    files: list[str]
+
+
+class BatchManifest(msgspec.Struct, kw_only=True):
+    """What is written of a batch method's run."""
+
+    seed: int
+    sync: str
+    layout: Layout
+    history: list[EpochRecord]
+    virtual: Seconds = 0.0
+    batch: BatchState
+
+
+def decoded(checkpoint: str, kind: type[T], content: Any) -> T:
+    """Convert a part of a manifest; raise CheckpointError where it is not what this version writes."""
+    try:
+        return msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _unexpected(checkpoint, error) from error
+
+
+def _unexpected(checkpoint: str, problem: object) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {checkpoint} cannot be used, its content is not what this version of Syncline writes: {problem}; "
+        "resume from another one, or start without resume"
+    )
+
+
+def check_sound(checkpoint: str, layout: Layout) -> Layout:
+    """Return the layout, if it describes tensors that there can be."""
+    entries = [*layout.parameters.entries, *layout.buffers.entries, *layout.others.entries]
+    odd = [entry for entry in entries if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0]
+    members = sorted(index for group in layout.groups for index in group)
+    if odd:
+        raise _unexpected(checkpoint, f"there is no tensor {odd[0]}")
+    if layout.shards < 1 or members != list(range(len(layout.parameters.entries))):
+        raise _unexpected(checkpoint, f"{layout.shards} shards and groups {members} of parameters")
+    return layout
+
+
 def restored(checkpoint: Checkpoint) -> Restored:
     """Read a checkpoint, but for the tables' values."""
-    found = checkpoint.manifest
-    if "batch" in found:
-        raise UsageError(
-            f"{checkpoint.path} is a batch method's ({found['batch']['method']}): resume it with sync='sandblaster'"
-        )
-    try:
-        counts = {key: _by_number(value) for key, value in found["counts"].items()}
-        counts["losses"] = {epoch: _by_number(ranks) for epoch, ranks in counts["losses"].items()}
-        return Restored(
-            name=str(checkpoint.path),
-            seed=found["seed"],
-            seal=checkpoint.seal,
-            tables={record["table"]: _table(checkpoint, record) for record in found["tables"]},
-            loaders={record["loader"]: _loader(record) for record in found["loaders"]},
-            learners=_learners(checkpoint.tensors(LEARNERS), counts["steps"]),
-            counts=m.Counts(**counts),
-            history=found["history"],
-            sync=found["sync"],
-            chosen=[(Sync(**record), epoch) for record, epoch in found.get("chosen", [])],
-            pipelines=_pipelines(checkpoint, found.get("pipelines", [])),
-            simulated=found.get("simulated"),
-            virtual=found.get("virtual", 0.0),
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} lacks {error}: it was written by another version of Syncline"
-        ) from error
+    name = str(checkpoint.name)
+    if "batch" in checkpoint.manifest:
+        raise UsageError(f"{name} is a batch method's: resume it with sync='sandblaster'")
+    found = decoded(name, Manifest, checkpoint.manifest)
+    for table in found.tables:
+        check_sound(name, table.layout)
+        decoded(name, list[Count], [table.account.version, table.account.gradients, table.account.dropped])
+    for loader in found.loaders:
+        if problem := loader.standing.contradiction(loader.size):
+            raise _unexpected(name, f"of loader {loader.loader}, {problem}")
+    if odd := [pair for ranks in found.counts.losses.values() for pair in ranks.values() if len(pair) != 2]:
+        raise _unexpected(name, f"losses {odd[0]} in place of a sum and a count")
+    return Restored(
+        name=name,
+        seed=found.seed,
+        path=str(checkpoint.path),
+        seal=checkpoint.seal,
+        tables={
+            each.table: TableState(
+                layout=each.layout,
+                optimizer=each.optimizer,
+                source=Source(str(checkpoint.path), each.table, each.layout.shards),
+                account=each.account,
+            )
+            for each in found.tables
+        },
+        loaders={
+            each.loader: LoaderState(
+                size=each.size, policy=each.policy, parts=each.parts, standing=each.standing
+            )
+            for each in found.loaders
+        },
+        learners=_learners(name, checkpoint.tensors(LEARNERS), found.counts.steps),
+        counts=found.counts,
+        history=found.history,
+        sync=found.sync,
+        chosen=found.chosen,
+        pipelines=_pipelines(checkpoint, found.pipelines),
+        simulated=found.simulated,
+        virtual=found.virtual,
+    )
 
 
 def _pipelines(checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> dict[int, PipelineState]:
+    name = str(checkpoint.name)
+    found = {decoded(name, Numbered, each).table: decoded(name, PipelineState, each) for each in records}
     gradients: dict[tuple[int, int], dict[int, Tensor]] = {}
-    tensors = checkpoint.tensors(FLIGHTS) if any(record["flights"] for record in records) else {}
-    for name, tensor in tensors.items():
-        table, iteration, entry = map(int, name.split("/"))
+    tensors = checkpoint.tensors(FLIGHTS) if any(state.flights for state in found.values()) else {}
+    for key, tensor in tensors.items():
+        table, iteration, entry = _numbers(name, key, 3)
         gradients.setdefault((table, iteration), {})[entry] = tensor
-    found = {}
-    for record in records:
-        state = dict(record)
-        table = state.pop("table")
-        state["flights"] = [
-            MeanInFlight(
-                **{
-                    **flight,
-                    "losses": {int(rank): (loss, count) for rank, (loss, count) in flight["losses"].items()},
-                    "gradients": gradients.get((table, flight["iteration"]), {}),
-                }
-            )
-            for flight in record["flights"]
-        ]
-        found[table] = PipelineState(**state)
-    return found
-
-
-def _table(checkpoint: Checkpoint, record: Mapping[str, Any]) -> TableState:
-    layout, account = layout_of(record["layout"]), record["account"]
-    return TableState(
-        layout=layout,
-        optimizer=record["optimizer"],
-        source=Source(str(checkpoint.path), record["table"], layout.shards),
-        account=Account(**{**account, "histogram": _by_number(account["histogram"] or {})}),
-    )
-
-
-def _loader(record: Mapping[str, Any]) -> LoaderState:
-    standing = record["standing"]
-    fresh = {
-        epoch: {owner: (low, high) for owner, (low, high) in _by_number(owners).items()}
-        for epoch, owners in _by_number(standing["fresh"]).items()
+    return {
+        table: replace(
+            state,
+            flights=[
+                replace(flight, gradients=gradients.get((table, flight.iteration), {}))
+                for flight in state.flights
+            ],
+        )
+        for table, state in found.items()
     }
-    spans = [(epoch, start, stop) for epoch, start, stop in standing["returned"]]
-    skipped = _by_number(standing["skipped"])
-    return LoaderState(
-        size=record["size"],
-        policy=record["policy"],
-        parts=record["parts"],
-        standing=Standing(**{**standing, "fresh": fresh, "returned": spans, "skipped": skipped}),
-    )
 
 
-def _learners(tensors: Mapping[str, Tensor], steps: Mapping[int, int]) -> dict[int, m.Personal]:
+def _numbers(checkpoint: str, name: str, count: int) -> list[int]:
+    """Return the numbers of which a tensor's name consists, after a kind."""
+    parts = name.split("/")[-count:]
+    if len(parts) != count or not all(map(str.isdecimal, parts)):
+        raise _unexpected(checkpoint, f"a tensor {name!r}")
+    return [int(part) for part in parts]
+
+
+def _learners(
+    checkpoint: str, tensors: Mapping[str, Tensor], steps: Mapping[int, int]
+) -> dict[int, m.Personal]:
     random: dict[int, bytes] = {}
     buffers: dict[int, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
-        kind, *numbers = name.split("/")
-        if kind == "random":
-            random[int(numbers[0])] = bytes(tensor.numpy())
+        if name.startswith("random/"):
+            (rank,) = _numbers(checkpoint, name, 1)
+            random[rank] = bytes(tensor.numpy())
         else:
-            table, rank, index = map(int, numbers)
+            table, rank, index = _numbers(checkpoint, name, 3)
             buffers.setdefault(rank, {}).setdefault(table, {})[index] = tensor
     return {
         rank: m.Personal(
@@ -337,8 +449,3 @@ def _learners(tensors: Mapping[str, Tensor], steps: Mapping[int, int]) -> dict[i
         )
         for rank in sorted({*steps, *random, *buffers})
     }
-
-
-def _by_number(mapping: Mapping[Any, Any]) -> dict[int, Any]:
-    """JSON has only strings for keys."""
-    return {int(key): value for key, value in mapping.items()}

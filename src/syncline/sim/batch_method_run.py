@@ -65,7 +65,7 @@ class Arithmetic(Numbers):
         ]
         if restored is not None and restored.batch is not None:
             for shard, vectors in enumerate(self.shards):
-                read_vectors(Path(restored.name), restored.batch["files"], self._plan.layout, shard, vectors)
+                read_vectors(Path(restored.path), restored.batch.files, self._plan.layout, shard, vectors)
 
     def run(self, shard: int, commands: Program) -> tuple[float, ...]:
         return self.shards[shard].run(commands)

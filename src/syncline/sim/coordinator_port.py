@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncline import messages as m
 from syncline.engines.run import RunSpec
 from syncline.ports import CoordinatorPort
-from syncline.roles.checkpoint_manifest import restored
+from syncline.roles.checkpoint_manifest import Seconds, decoded, restored
 from syncline.sim.random_states import OUTSIDE
 from syncline.table.checkpoints import Written, find
 
@@ -26,21 +26,23 @@ class Moment:
     """Where a simulated run stands."""
 
     learners: int  # the run was started with
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     ranks: list[int] = field(default_factory=list)  # that live
     last_rank: int = -1  # the highest that was ever given
     returned: list[int] = field(default_factory=list)  # ranks
     losses: list[tuple[int, int]] = field(default_factory=list)  # (rank, in a row without a step)
-    cut_asked: float = 0.0
+    cut_asked: Seconds = 0.0
     played: list[str] = field(default_factory=list)  # lines of the script
 
     @classmethod
     def of(cls, spec: RunSpec) -> Moment:
         """Where this run begins: at a checkpoint's moment, unless it is to have another number of learners."""
-        kept = spec.storage.restored.simulated if spec.storage.restored is not None else None
-        if kept is not None and kept["learners"] == spec.plan.learners and kept["ranks"]:
-            return cls(**{**kept, "losses": [(rank, count) for rank, count in kept["losses"]]})
-        seconds = kept["seconds"] if kept is not None else 0.0
+        restored = spec.storage.restored
+        simulated = restored is not None and restored.simulated is not None
+        kept = decoded(restored.name, cls, restored.simulated) if restored is not None and simulated else None
+        if kept is not None and kept.learners == spec.plan.learners and kept.ranks:
+            return kept
+        seconds = kept.seconds if kept is not None else 0.0
         return cls(learners=spec.plan.learners, seconds=seconds, ranks=list(range(spec.plan.learners)))
 
 

@@ -20,25 +20,27 @@ import re
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from syncline.errors import RunError
-from syncline.table.layout import DTYPES, Entry, Flat, Layout, Part
+from syncline.table.layout import DTYPES, Entry, Layout, Part
 from syncline.table.nested_optimizers import PREFIX, Kept, keep
 from syncline.table.optimizer_template import OptimizerTemplate, PieceState, join_states
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 FIRST = -1  # in place of a checkpoint's number: the first values of a table
 CHUNK = 4 << 20  # bytes per write and read
+TRIES = 100  # to read the newest checkpoint of a run that removes old ones meanwhile
 COMPLEX128 = "syncline.complex128"  # metadata: names of tensors stored as pairs of float64
 # safetensors' names: F32, BF16, C64, I8, U8, BOOL
 _CODES = {dtype: re.sub("loat|omplex|(?<=u)int|nt", "", name).upper() for name, dtype in DTYPES.items()}
@@ -161,13 +163,17 @@ class Folder:
             _sync(self.root.parent)
             _write(self.root / ".probe", [b"writable"], 8)
             os.unlink(self.root / ".probe")
-            for path in sorted(self.root.iterdir()):
-                number, kind = _parse(path)
-                if kind == "old" and not self._at(number).exists():
-                    os.rename(path, self._at(number))
-                elif kind in ("tmp", "old", "gone"):
-                    self._discard(path)
+            self.remove_unfinished()
             _sync(self.root)
+
+    def remove_unfinished(self) -> None:
+        """Remove partly written checkpoints, and restore one that was being replaced; raises OSError."""
+        for path in sorted(self.root.iterdir()):
+            number, kind = _parse(path)
+            if kind == "old" and not self._at(number).exists():
+                os.rename(path, self._at(number))
+            elif kind in ("tmp", "old", "gone"):
+                self._discard(path)
 
     @property
     def first(self) -> Path:
@@ -186,18 +192,22 @@ class Folder:
                 (self.first / name).unlink(missing_ok=True)
             self.first.rmdir()
 
-    def adopt(self, checkpoint: Checkpoint) -> Checkpoint:
-        """One of another folder, by links to its files: whoever writes there may remove it, and shards read it later."""
-        path = self.root / ".resumed" / checkpoint.path.name
-        with _named(f"cannot link {checkpoint.path} in {self.root}"):
+    def adopt(self, where: str | Path) -> Checkpoint:
+        """Link the newest checkpoint at `where`, in another folder, into this one, and verify the links.
+
+        A live run may remove its checkpoints at any moment, but not the links: what is linked completely stays whole.
+        """
+
+        def linked(source: Path) -> Checkpoint:
             self.forget_adopted()
+            path = self.root / ".resumed" / source.name
             path.mkdir(parents=True)
-            for file in checkpoint.path.iterdir():
-                try:
-                    os.link(file, path / file.name)
-                except OSError:  # another disk
-                    shutil.copyfile(file, path / file.name)
-        return replace(checkpoint, path=path)
+            with suppress(FileNotFoundError):
+                _link_files(source, path)
+            return _verified(path, source)
+
+        with _named(f"cannot link {where} in {self.root}"):
+            return _newest(where, linked)
 
     def forget_adopted(self) -> None:
         shutil.rmtree(self.root / ".resumed", ignore_errors=True)
@@ -292,6 +302,12 @@ class Checkpoint:
     number: int
     manifest: dict[str, Any]
     seal: int = field(default=0, compare=False)  # of its manifest, and so of all its files
+    source: Path | None = field(default=None, compare=False)  # what was linked to `path`
+
+    @property
+    def name(self) -> Path:
+        """The path for messages."""
+        return self.source or self.path
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, by name."""
@@ -300,7 +316,7 @@ class Checkpoint:
                 tensors = {key: file.get_tensor(key) for key in list(file.keys())}
                 pairs = json.loads((file.metadata() or {}).get(COMPLEX128, "[]"))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+            raise CheckpointError(f"{self.name / name} cannot be read: {error}") from error
         return tensors | {key: torch.view_as_complex(tensors[key]) for key in pairs}
 
     def notes(self, name: str) -> dict[str, dict[str, Any]]:
@@ -311,22 +327,59 @@ class Checkpoint:
 
 def find(where: str | Path) -> Checkpoint:
     """The newest checkpoint of a run folder or `checkpoints` folder, or the one at `where`; all verified."""
+    return _newest(where, lambda path: _verified(path))
+
+
+def _newest(where: str | Path, read: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """Read the checkpoint that `where` means; where a live run removes it first, read the newest that remains."""
     path = Path(os.path.abspath(where))
-    damage: CheckpointError | None = None
-    for candidate in _candidates(path):
+    for _ in range(TRIES):
+        # a listing that a live run's renames disturb may miss both the old and the new one: look twice
+        if not (paths := _candidates(path) or _candidates(path)):
+            looked = f"looked for checkpoints/000000000, 000000000 (any number) and {MANIFEST} in it"
+            there = "" if path.exists() else " (no such folder)"
+            raise CheckpointError(f"no checkpoint at {path}{there}: {looked}")
         try:
-            found = _verified(candidate)
+            return read(paths[0])
         except CheckpointError as error:
-            damage = damage or error
-            continue
-        if damage is None:
-            return found
-        advice = f'the newest older good one is {candidate.name}: use resume="{candidate}"'
-        raise CheckpointError(f"{damage}; {advice}") from damage
-    if damage is not None:
-        raise CheckpointError(f"{damage}; no older one there is good: start without resume") from damage
-    looked = f"looked for checkpoints/000000000, 000000000 (any number) and {MANIFEST} in it"
-    raise CheckpointError(f"no checkpoint at {path}{'' if path.exists() else ' (no such folder)'}: {looked}")
+            if paths[0].exists():
+                raise _advised(error, paths[1:]) from error
+    raise CheckpointError(
+        f"the newest checkpoint at {path} was removed {TRIES} times while it was being read"
+    )
+
+
+def _advised(damage: CheckpointError, older: Iterable[Path]) -> CheckpointError:
+    """Say of a damaged checkpoint which older one is good."""
+    for path in older:
+        with suppress(CheckpointError):
+            _verified(path)
+            advice = f'the newest older good one is {path.name}: use resume="{path}"'
+            return CheckpointError(f"{damage}; {advice}")
+    return CheckpointError(f"{damage}; no older one there is good: start without resume")
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Link the files of a folder that a live run may remove at any moment; copy them where the disk is another."""
+    folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with ExitStack() as stack:
+            opened = {}
+            for name in os.listdir(folder):
+                try:
+                    os.link(name, target / name, src_dir_fd=folder)
+                except FileNotFoundError:
+                    raise
+                except (
+                    OSError
+                ):  # another disk, or one without links; an open file stays whole when it is removed
+                    file = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+                    opened[name] = stack.enter_context(open(file, "rb"))
+            for name, stream in opened.items():
+                with open(target / name, "wb") as copy:
+                    shutil.copyfileobj(stream, copy, CHUNK)
+    finally:
+        os.close(folder)
 
 
 @_named("cannot look for a checkpoint")
@@ -345,42 +398,59 @@ def _candidates(path: Path) -> list[Path]:
     return [chosen, *older] if chosen else []
 
 
-def read(path: Path) -> Checkpoint:
-    """The one that `find` has found, a moment ago and in another process: its files are not verified again."""
+def read(path: Path, source: Path | None = None) -> Checkpoint:
+    """The one that another process has just verified, whose files are not verified again; errors name `source`."""
+    named = source or path
     try:
-        content, seal = _content(path)
+        content, seal = _content(path, named)
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} is gone: {error.strerror}") from error
-    return Checkpoint(path, content["number"], content["manifest"], seal)
+        raise CheckpointError(f"checkpoint {named} is gone: {error.strerror}") from error
+    return Checkpoint(path, content.number, content.manifest, seal, source)
 
 
-def _content(path: Path) -> tuple[dict[str, Any], int]:
-    """Of a manifest that is whole, and its crc32."""
+class _Format(msgspec.Struct):
+    format: int
+
+
+class _Content(_Format):
+    number: int
+    files: list[Written]
+    manifest: dict[str, Any]
+
+
+def _content(path: Path, named: Path) -> tuple[_Content, int]:
+    """Of a manifest that is whole, and its crc32; errors name the checkpoint `named`."""
     sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is truncated or has changed")
-    content: dict[str, Any] = json.loads(sealed["body"])
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has format {content['format']}, this reads {FORMAT}")
-    return content, int(sealed["crc"], 16)
-
-
-def _verified(path: Path) -> Checkpoint:
-    """The checkpoint, if nothing of it is damaged."""
-    name = MANIFEST
+        raise CheckpointError(f"checkpoint {named} is damaged: {MANIFEST} is truncated or has changed")
     try:
-        content, seal = _content(path)
-        for file in content["files"]:
-            name, expected, found = file["name"], (file["nbytes"], file["crc"]), (0, 0)
+        content = json.loads(sealed["body"])  # msgspec's reader knows no infinity, and losses may be infinite
+        if (version := msgspec.convert(content, _Format).format) != FORMAT:
+            raise CheckpointError(f"checkpoint {named} has format {version}, this reads {FORMAT}")
+        return msgspec.convert(content, _Content), int(sealed["crc"], 16)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {named} is damaged: {MANIFEST} has unexpected content: {error}"
+        ) from error
+
+
+def _verified(path: Path, source: Path | None = None) -> Checkpoint:
+    """The checkpoint, if nothing of it is damaged; of links, errors name their `source`."""
+    name, named = MANIFEST, source or path
+    try:
+        content, seal = _content(path, named)
+        for file in content.files:
+            name, expected, found = file.name, (file.nbytes, file.crc), (0, 0)
             with open(path / name, "rb", buffering=0) as stream:
                 while chunk := stream.read(CHUNK):
                     found = found[0] + len(chunk), zlib.crc32(chunk, found[1])
             if found != expected:
                 changed = f"has (bytes, crc32) {found} instead of {expected}"
-                raise CheckpointError(f"checkpoint {path} is damaged: {name} {changed}")
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {name}: {error.strerror}") from error
-    return Checkpoint(path, content["number"], content["manifest"], seal)
+                raise CheckpointError(f"checkpoint {named} is damaged: {name} {changed}")
+    except (OSError, ValueError) as error:  # a name may be none that a file can have
+        what = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"checkpoint {named} is damaged: {name}: {what}") from error
+    return Checkpoint(path, content.number, content.manifest, seal, source)
 
 
 def piece_tensors(
@@ -478,17 +548,6 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 def layout_json(layout: Layout) -> dict[str, Any]:
     """A layout for the manifest; where shards were cut is nobody's later."""
     return asdict(replace(layout, cuts=()))
-
-
-def layout_of(data: Mapping[str, Any]) -> Layout:
-    """The inverse of `layout_json`, before or after a trip through JSON."""
-    flats = {
-        kind: Flat(tuple(Entry(e["name"], tuple(e["shape"]), e["dtype"]) for e in data[kind]["entries"]))
-        for kind in ("parameters", "buffers", "others")
-    }
-    groups, aliases = (tuple(tuple(each) for each in data[key]) for key in ("groups", "aliases"))
-    cuttable, shards = data["cuttable"], data["shards"]
-    return Layout(**flats, groups=groups, aliases=aliases, cuttable=cuttable, shards=shards, cuts=())
 
 
 # -- for whoever goes on with a table: a shard reads its part, a learner among equals all of it --------------

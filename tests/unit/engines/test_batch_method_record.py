@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, seed, settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -35,6 +36,7 @@ from syncline.messages import Saved
 from syncline.roles.run_plan import Saving
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, find
 from tests.unit.engines.recorded_runs import NotedRun, spec_of
+from tests.unit.made_up import check_read_or_refused, spoiled
 
 METHOD = GradientDescent(lr=0.1)
 
@@ -148,12 +150,12 @@ def test_a_checkpoint_is_there_when_all_shards_have_written(folder: Folder) -> N
     assert done is not None and Path(done.path) == folder.root / "000000004" and not run.record.cutting
     assert run.record.saved(write(folder, 4, 0)) is None
     found = read_batch(find(folder.root))
-    assert (found.version, found.batch and found.batch["state"]["iteration"], found.counts.examples) == (
+    assert (found.version, found.batch and found.batch.state["iteration"], found.counts.examples) == (
         4,
         4,
         {0: 40},
     )
-    assert [record["version"] for record in found.history] == [4]
+    assert [record.version for record in found.history] == [4]
     account = found.tables[0].account
     assert (account.gradients, account.dropped, account.histogram) == (8, 3, {0: 8})
 
@@ -222,8 +224,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
         UsageError,
         "was not written by a batch method but under sandblaster",
     ),
-    "without a seed": (lambda m: m.pop("seed"), CheckpointError, "lacks 'seed'"),
-    "without sums": (lambda m: m["batch"].pop("sums"), CheckpointError, "lacks 'sums'"),
+    "without a seed": (lambda m: m.pop("seed"), CheckpointError, "missing required field `seed`"),
+    "without sums": (lambda m: m["batch"].pop("sums"), CheckpointError, "missing required field `sums`"),
 }
 
 
@@ -243,6 +245,32 @@ def test_what_is_no_whole_checkpoint_of_a_batch_method_is_refused(
     spoil(manifest)
     with pytest.raises(error, match=words):
         read_batch(Checkpoint(folder.root, 4, manifest))
+
+
+def manifest_of(root: Path) -> dict[str, Any]:
+    """Write the checkpoint of a fourth iteration, and return what its manifest says."""
+    folder = Folder(root)
+    folder.prepare()
+    run = Noted(spec(folder.root))
+    run.reach(4)
+    run.record.cut()
+    for shard in range(2):
+        run.record.saved(write(folder, 4, shard))
+    return whole_state(find(folder.root).manifest)
+
+
+def test_a_manifest_of_any_content_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    """Its checksum is right."""
+    manifest = manifest_of(tmp_path)
+
+    @settings(max_examples=500)
+    @seed(12)
+    @given(spoiled(manifest))
+    def check(content: dict[str, Any]) -> None:
+        checkpoint = Checkpoint(Path("/run/4"), 4, content)
+        check_read_or_refused(lambda: check_restored(plan_of(), read_batch(checkpoint)), "/run/4")
+
+    check()
 
 
 def whole_state(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +104,43 @@ def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:
     lock.release()
     assert list((tmp_path / "run").iterdir()) == []
     RunLock(tmp_path / "run").release()
+
+
+def test_the_loser_waits_until_the_record_of_the_owner_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has the lock before its record is written; until then the file names a process that has ended."""
+    (ended := subprocess.Popen(["true"])).wait()
+    path, host = tmp_path / LOCK, socket.gethostname()
+    path.write_text(json.dumps({"pid": ended.pid, "host": host, "started": 1.0}))
+    with path.open("a+") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        records = ["", '{"pid": ', json.dumps({"pid": os.getpid(), "host": host, "started": 2.0})]
+        monkeypatch.setattr(time, "sleep", lambda seconds: path.write_text(records.pop(0)))
+        with pytest.raises(
+            UsageError, match=rf"alive: process {os.getpid()} on {host} since .*kill {os.getpid()} "
+        ):
+            RunLock(tmp_path)
+    assert records == []
+
+
+def test_of_many_that_begin_at_once_one_wins_and_all_others_hear_who_it_is(tmp_path: Path) -> None:
+    gate = threading.Barrier(8)
+
+    def begin(number: int) -> RunLock | str:
+        gate.wait()
+        try:
+            return RunLock(tmp_path / f"{number}")
+        except UsageError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(50):
+            found = list(threads.map(begin, [number] * 8))
+            (winner,) = [each for each in found if isinstance(each, RunLock)]
+            losers = [each for each in found if isinstance(each, str)]
+            assert all(f"process {os.getpid()} on {socket.gethostname()} since" in each for each in losers)
+            winner.release()
 
 
 def test_a_process_that_was_killed_holds_no_lock(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.unit.engines.recorded_runs import LAYOUT, SHARDS, NotedRun, spec_of
 EPOCHS = 3
 
 
-def at_epoch(done: int, history: list[dict[str, Any]] | None = None) -> Restored:
+def at_epoch(done: int, history: list[EpochRecord] | None = None) -> Restored:
     loader = LoaderState(size=8, policy="ledger", parts=1, standing=Standing.before(done))
     table = TableState(layout=LAYOUT, optimizer="SGD", account=Account(version=10 * done))
     return Restored(name="c", seed=0, tables={0: table}, loaders={0: loader}, history=history or [])
@@ -106,8 +106,7 @@ def test_an_evaluation_that_fails_is_the_run_s_error() -> None:
 def test_a_run_that_goes_on_has_the_history_of_before() -> None:
     run = NotedRun()
     run.epoch(0, tables=0)
-    before = [{**record, "losses": {"0": 0.5}} for record in run.recorder.history()]  # as JSON has them
-    again = NotedRun(spec_of(restored=at_epoch(1, before)))
+    again = NotedRun(spec_of(restored=at_epoch(1, list(run.recorder.outcome.history))))
     assert again.recorder.outcome.history == run.recorder.outcome.history
 
 

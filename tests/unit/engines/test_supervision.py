@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -265,7 +266,7 @@ def test_the_crew_is_always_those_that_the_lifecycle_counts(
 
 
 class NoFolder:
-    def prepare(self) -> None:
+    def remove_unfinished(self) -> None:
         pass
 
 
@@ -343,7 +344,7 @@ def test_of_a_batch_method_s_learners_only_their_work_goes_on() -> None:
 
 
 def test_a_batch_method_s_shards_come_back_with_the_vectors_before_anything_moves(folder: Folder) -> None:
-    start = Restored(name="start", seed=0, batch={"state": {"method": "x"}})
+    start = Restored(name="start", seed=0, batch=cast(Any, SimpleNamespace(state={"method": "x"})))
     supervision, said = batch(folder, start)
     supervision.shard_lost("shard 1 is lost")
     assert said == [("record", "start"), ("state", {"method": "x"}, 0), ("renew", "start")]

@@ -11,7 +11,7 @@ import torch
 
 from syncline import messages as m
 from syncline.protocols.folding import Ticket
-from syncline.roles.checkpoint_manifest import _by_number
+from syncline.roles.checkpoint_manifest import decoded
 from syncline.roles.counters import ROWS, Counters, LearnerStates, VectorClocks
 
 
@@ -38,9 +38,8 @@ def test_losses_of_open_epochs_go_on_from_a_checkpoint() -> None:
     tally, again = Counters(), Counters()
     tally.folded(0, 0, 4, 1.0, {0: 4})
     tally.folded(0, 1, 4, 3.0, {2: 4})
-    kept = json.loads(json.dumps(dataclasses.asdict(tally.counts())))["losses"]
-    losses = {epoch: _by_number(ranks) for epoch, ranks in _by_number(kept).items()}
-    again.resume(dataclasses.replace(tally.counts(), losses=losses))
+    kept = json.loads(json.dumps(dataclasses.asdict(tally.counts())))
+    again.resume(decoded("/run/12", m.Counts, kept))
     again.folded(0, 0, 4, 2.0, {0: 4})
     assert (again.epoch(0), again.epoch(2)) == ((1.5, {0: 1.5}), (3.0, {1: 3.0}))
 

@@ -59,7 +59,7 @@ KEPT = Moment(
 
 def spec(kept: dict[str, Any] | None, learners: int = 2) -> RunSpec:
     plan = RunPlan(course=Course.of("async"), learners=learners)
-    restored: Any = SimpleNamespace(simulated=kept)
+    restored: Any = SimpleNamespace(name="/run/12", simulated=kept)
     return RunSpec(
         task=Task(print), plan=plan, storage=Storage(restored=restored if kept is not None else None)
     )

@@ -56,7 +56,7 @@ class AllReduceLearnerSpec:
     stop: Region  # its first word: the run is to end
     nccl: bool
     folder: str | None = None  # of checkpoints
-    resume: str | None = None  # a checkpoint to go on from
+    resume: tuple[str, str] | None = None  # a checkpoint to go on from: its path, and its name for messages
 
 
 class _Watched(Reduction):
@@ -138,7 +138,7 @@ def run_peer(channel: Channel, spec: AllReduceLearnerSpec) -> int:
             torch.cuda.set_device(spec.seat.device)
         port = LocalCollectivePort(channel, spec)
         session = AllReduceSession(
-            port, spec.seat, restored(read(Path(spec.resume))) if spec.resume else None
+            port, spec.seat, restored(read(*map(Path, spec.resume))) if spec.resume else None
         )
         value = call(task, session)
         session.close()

@@ -73,7 +73,8 @@ class AllReduceSupervisor(RunSupervisor):
         spec = self.spec
         meeting = f"/proc/{os.getpid()}/fd/{self._meeting}"
         nccl = wants_nccl(spec.devices)
-        resume = spec.storage.restored.name if spec.storage.restored is not None else None
+        restored = spec.storage.restored
+        resume = (restored.path, restored.name) if restored is not None else None
         for rank in range(spec.plan.learners):
             common = meeting, self._boards[rank], self._stop_word, nccl, spec.storage.folder, resume
             run = partial(run_peer, spec=AllReduceLearnerSpec(spec.seat(rank), *common))

@@ -79,7 +79,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         plan = self._plan
         if restored is None:
             write_first(plan, self._x())
-        source = (restored.name, restored.batch["files"]) if restored and restored.batch else None
+        source = (restored.path, restored.batch.files) if restored and restored.batch else None
         self._shards, self._ready = [], 0
         names, folder = tuple(plan.method.vectors), self.spec.storage.folder
         for shard in range(plan.layout.shards):
