@@ -1,4 +1,4 @@
-"""Runs whose final weight is known: learners that record their gradients, and a sequential reference that steps by the same ones."""
+"""Runs with a known final weight: learners that record their gradients, and a sequential reference that steps by the same ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Made:
 
 
 class Weight(nn.Module):
-    """One weight, whose gradient is minus the mean of the batch."""
+    """Model of one weight; its gradient is minus the mean of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Weight(nn.Module):
 
 @dataclass(frozen=True)
 class Loop:
-    """What every learner does: step through some epochs of batches of four.
+    """Step through some epochs of batches of four, as every learner.
 
     `uneven`: odd ranks step once for two batches. `leaves`: the last rank returns after so many steps.
     """
@@ -75,7 +75,7 @@ class Loop:
                 optimizer.step()
                 if last and len(made) == self.leaves:
                     return made
-        session.mean(0.0)  # nobody leaves before all have published: the number of learners is known
+        session.mean(0.0)  # wait until all learners have published: the number of learners is known
         return made
 
     def _batches(
@@ -180,7 +180,7 @@ def by_examples(parts: list[Made]) -> float:
 
 
 def quorum(dial: Sync, learners: int) -> int:
-    """Of a dial under which updates may be incomplete, or of more gradients."""
+    """Return the gradients of one complete update."""
     return max(1, learners // dial.splits) if dial.splits is not None else 1
 
 

@@ -28,7 +28,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """To all nodes: form sums so from now on."""
+    """Tell all nodes how to form sums from now on."""
 
     table: int
     count: Count

@@ -20,11 +20,11 @@ NO_ITERATION = -1  # under a free dial: in lockstep the root refuses it, and say
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How nodes form sums from now on, as the leader decides.
+    """Rule by which nodes form sums, as the leader decides.
 
     `number` rises when sums that were formed before are refused: because a learner is active that was not, or because sums are formed
     in another way. `lockstep`: a sum holds one iteration of all `active` learners (for a node: children), by the iteration each is at.
-    `equal`: the dial folds gradients one by one, so each has the same weight in a sum, whatever its examples.
+    `equal`: the dial folds gradients one by one, so each has the same weight in a sum and its number of examples plays no part.
     """
 
     number: int
@@ -285,7 +285,7 @@ class Intake:
         return weight(tickets, equal=self._count is not None and self._count.equal)
 
     def count(self, *, anew: bool = False) -> Count | None:
-        """Return what nodes are to be told, if that has changed (or `anew`); nothing before all initial learners have started."""
+        """Return the rule for nodes if it has changed or is requested: None before all initial learners have started."""
         sequence, last = self.sequence, self._count
         if not sequence.members.started:
             return None

@@ -290,7 +290,7 @@ class Numbered(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What `manifest` and engines write of a run over servers, or over all-reduce."""
+    """Record that `manifest` and engines write of a run over servers, or over all-reduce."""
 
     seed: int
     sync: str
@@ -305,7 +305,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 
 class BatchState(msgspec.Struct, kw_only=True):
-    """Where a batch method stood (M18)."""
+    """Position of a batch method (M18)."""
 
     method: str
     iteration: Count
@@ -319,7 +319,7 @@ class BatchState(msgspec.Struct, kw_only=True):
 
 
 class BatchManifest(msgspec.Struct, kw_only=True):
-    """What is written of a batch method's run."""
+    """Record of a batch method's run."""
 
     seed: int
     sync: str

@@ -399,7 +399,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def read(path: Path, source: Path | None = None) -> Checkpoint:
-    """The one that another process has just verified, whose files are not verified again; errors name `source`."""
+    """Return a checkpoint that another process has just verified, without verifying its files again; errors name `source`."""
     named = source or path
     try:
         content, seal = _content(path, named)
@@ -419,7 +419,7 @@ class _Content(_Format):
 
 
 def _content(path: Path, named: Path) -> tuple[_Content, int]:
-    """Of a manifest that is whole, and its crc32; errors name the checkpoint `named`."""
+    """Return the text of a whole manifest and its crc32; errors name the checkpoint `named`."""
     sealed = _SEALED.fullmatch((path / MANIFEST).read_bytes())
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
         raise CheckpointError(f"checkpoint {named} is damaged: {MANIFEST} is truncated or has changed")

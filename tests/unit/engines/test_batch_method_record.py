@@ -260,7 +260,7 @@ def manifest_of(root: Path) -> dict[str, Any]:
 
 
 def test_a_manifest_of_any_content_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
-    """Its checksum is right."""
+    """The checksum is right."""
     manifest = manifest_of(tmp_path)
 
     @settings(max_examples=500)

@@ -23,7 +23,7 @@ from syncline.protocols.tree_shape import ROOT, Tree
 from syncline.protocols.tree_up import Again, Count, Intake, Node, Passed, Sum, SumDone, Up, of_one
 from syncline.protocols.waiting import Release
 
-EPOCH = 3  # iterations: those that rest have data again for the next, and nobody begins it before
+EPOCH = 3  # iterations: those that rest have data again for the next, and none begins it before
 Body = Counter[tuple[int, int]]  # what a sum really holds
 DIALS = ("hardsync", "delayed:1", "delayed:2", "softsync:1", "softsync:2", "async", "ssp:1")
 
@@ -168,7 +168,7 @@ class Forest:
             self.form(iteration, below, of_below)
 
     def decide(self, decisions: list[Decision]) -> None:
-        """Carry out; as in processes, nodes may hear of who counts after learners have been released."""
+        """Carry out decisions; as in processes, nodes may learn the members after learners have been released."""
         for decision in decisions:
             if isinstance(decision, Fold):
                 self.fold(decision)
@@ -182,7 +182,7 @@ class Forest:
         self.recount()
 
     def resume(self) -> list[Decision]:
-        """Those that rest have data again, all at once."""
+        """Give all resting learners data again at once."""
         resting = [each for each in self.learners.values() if each.rests]
         for learner in resting:
             learner.rests, learner.iteration = False, self.sequence.version
@@ -387,7 +387,7 @@ def test_nothing_is_lost_nothing_counts_twice_and_every_staleness_is_exact(
 def test_in_lockstep_every_node_forms_one_sum_of_an_iteration(
     seed: int, dial: str, learners: int, fan_in: int
 ) -> None:
-    """Whatever the order of starts, rests and messages: so gradients are added in one order, and bits repeat."""
+    """Keep the order of additions in any order of starts, rests and messages: gradients are added in one order, and bits repeat."""
     forest = Forest(seed, dial, learners, fan_in, steps=9)
     forest.run([], calm=True)
     assert set(forest.formed.values()) == {1}

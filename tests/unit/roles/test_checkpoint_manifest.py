@@ -161,7 +161,7 @@ def in_flight() -> dict[str, Any]:
 @seed(12)
 @given(st.one_of(spoiled(json.loads(json.dumps(written()))), spoiled(json.loads(json.dumps(in_flight())))))
 def test_a_manifest_of_any_content_is_read_or_refused_in_one_line(content: dict[str, Any]) -> None:
-    """Its checksum is right."""
+    """The checksum is right."""
     check_read_or_refused(lambda: read(content, **{FLIGHTS: {"0/4/0": torch.ones(2)}}), "/run/12")
 
 
