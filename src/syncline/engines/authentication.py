@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import socket
 import threading
@@ -20,6 +21,9 @@ NONCE = MAC = 32
 RUN, KEY = 8, 32  # bytes of a run's name, and of its key
 SECONDS = 5.0  # that a handshake may take
 WAITING = 64  # connections that are being heard at once
+PAUSE = 0.2  # seconds before the next try after a failed accept()
+
+logger = logging.getLogger(__name__)
 
 
 class Stranger(Exception):
@@ -109,7 +113,11 @@ def _patience(end: socket.socket, deadline: float) -> Iterator[None]:
 
 
 class Listener:
-    """Accepts connections of the run; `welcome` gets each on a thread of its own. Strangers are counted."""
+    """Accept connections of the run; `welcome` gets each authenticated one on its handshake's thread.
+
+    Strangers are counted. A failed accept() (no file descriptor left, a caller that has hung up) is logged and tried
+    again: only `close` ends the listener.
+    """
 
     def __init__(self, host: str, secret: Secret, welcome: Callable[[socket.socket], None]) -> None:
         self._secret, self._welcome = secret, welcome
@@ -118,21 +126,38 @@ class Listener:
         self.strangers = 0
         self._lock = threading.Lock()
         self._heard: list[socket.socket] = []  # the oldest first
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="syncline-listener", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        failed = ""  # why the last try failed: a lasting failure is logged once
+        while not self._closed.is_set():
             try:
                 end, _ = self._socket.accept()
-            except OSError:
-                return
-            with self._lock:
-                self._heard.append(end)
-                crowd = self._heard[:-WAITING]
-            for oldest in crowd:
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
+                self._begin(end)
+                failed = ""
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                if str(error) != failed and not self._closed.is_set():
+                    words = "accepting a connection at %s:%d failed (%s); trying again every %.1f s"
+                    logger.warning(words, *self.address, error, PAUSE)
+                failed = str(error)
+                self._closed.wait(PAUSE)
+
+    def _begin(self, end: socket.socket) -> None:
+        """Start a thread for the handshake; the oldest of too many handshakes is ended."""
+        with self._lock:
+            self._heard.append(end)
+            crowd = self._heard[:-WAITING]
+        for oldest in crowd:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        try:
             threading.Thread(target=self._hear, args=(end,), daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._heard.remove(end)
+            end.close()
+            raise
 
     def _hear(self, end: socket.socket) -> None:
         try:
@@ -149,7 +174,8 @@ class Listener:
         self._welcome(end)
 
     def close(self) -> None:
-        """Nobody else is heard."""
+        """Accept nothing more, and end handshakes that are under way."""
+        self._closed.set()
         with self._lock:
             heard = list(self._heard)
         for end in (self._socket, *heard):

@@ -3,6 +3,8 @@
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -117,3 +119,69 @@ def test_who_says_nothing_is_turned_away_after_a_while(door: Door, monkeypatch: 
 def test_a_secret_is_not_printed(door: Door) -> None:
     assert door.secret.key.hex() not in repr(door.secret)
     assert str(door.secret.key) not in str(door.secret)
+
+
+WITHOUT_DESCRIPTORS = """
+import logging, os, resource, socket, threading
+from syncline.engines.authentication import Listener, Secret, connect
+
+logged, words = threading.Event(), []
+
+class Collect(logging.Handler):
+    def emit(self, record):
+        words.append(record.getMessage())
+        logged.set()
+
+logging.getLogger("syncline").addHandler(Collect())
+
+def fill():
+    held = []
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        return held
+
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+secret = Secret.new()
+served = threading.Semaphore(0)
+
+def serve(end):
+    end.close()
+    served.release()
+
+listener = Listener("127.0.0.1", secret, serve)
+early, late = socket.socket(), socket.socket()
+
+held = fill()
+early.connect(listener.address)
+assert logged.wait(60)
+for each in held:
+    os.close(each)
+for _ in range(2):
+    connect(listener.address, secret).close()
+assert early.recv(1), "the connection that could not be accepted was accepted later"
+assert len(words) == 1 and "Too many open files" in words[0] and str(listener.address[1]) in words[0], words
+
+early.close()
+served.acquire()
+served.acquire()
+while not listener.strangers:  # its descriptor is free again only now
+    threading.Event().wait(0.001)
+logged.clear()
+held = fill()
+late.connect(listener.address)
+assert logged.wait(60)
+listener.close()
+for thread in threading.enumerate():
+    if thread.name == "syncline-listener":
+        thread.join(60)
+        assert not thread.is_alive()
+"""
+
+
+def test_a_listener_outlives_failed_accepts_logs_them_and_still_ends_when_it_is_closed() -> None:
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
