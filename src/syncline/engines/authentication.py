@@ -1,16 +1,19 @@
-"""Who may connect: both ends prove that they know the run's secret, each upon the other's fresh nonce.
+"""Authenticate connections: both ends prove that they know the run's secret, or that one user runs both.
 
-Nothing recorded can be said again. A stranger that says nothing, or too much, keeps nobody waiting: each connection is
-heard on a thread of its own, a few seconds long, and the oldest makes room for the newest. Not responsible for frames.
+Over TCP each end signs the other's fresh nonce, so that a recorded handshake cannot be replayed. Over a Unix socket the kernel
+names the other end's user, and no secret is needed. A stranger cannot block others: every handshake runs on its own thread,
+is limited to a few seconds, and the oldest of too many is ended. Not responsible for frames, nor for encryption: there is none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +44,11 @@ class Secret:
     def new(cls) -> Secret:
         return cls(os.urandom(RUN), os.urandom(KEY))
 
+    @classmethod
+    def shared(cls, run: bytes, words: str) -> Secret:
+        """Make the secret of one run from words that all its hosts know."""
+        return cls(run, hashlib.sha256(words.encode()).digest())
+
     def __repr__(self) -> str:
         return f"Secret(run={self.run.hex()})"
 
@@ -48,8 +56,17 @@ class Secret:
         return hmac.digest(self.key, side + self.run + theirs + mine, "sha256")
 
 
-def accept(end: socket.socket, secret: Secret) -> None:
-    """The listening side's part; raises Stranger."""
+def check_user(end: socket.socket) -> None:
+    """Raise Stranger unless the process at the other end of a Unix socket belongs to this process's user."""
+    _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.geteuid():
+        raise Stranger(f"it runs as user {user}, this process as user {os.geteuid()}")
+
+
+def accept(end: socket.socket, secret: Secret | None) -> None:
+    """The listening side's part; raises Stranger. Without a secret `end` is a Unix socket."""
+    if secret is None:
+        return check_user(end)
     deadline = time.monotonic() + SECONDS
     nonce = os.urandom(NONCE)
     _say(end, HELLO + nonce, deadline)
@@ -59,8 +76,10 @@ def accept(end: socket.socket, secret: Secret) -> None:
     _say(end, secret.sign(b"listener", theirs, nonce), deadline)
 
 
-def introduce(end: socket.socket, secret: Secret, seconds: float | None = None) -> None:
-    """The connecting side's part; raises Stranger."""
+def introduce(end: socket.socket, secret: Secret | None, seconds: float | None = None) -> None:
+    """The connecting side's part; raises Stranger. Without a secret `end` is a Unix socket."""
+    if secret is None:
+        return check_user(end)
     deadline = time.monotonic() + (seconds or SECONDS)
     if _hear(end, len(HELLO), deadline) != HELLO:
         raise Stranger("what listens there is no agent of Syncline")
@@ -115,13 +134,18 @@ def _patience(end: socket.socket, deadline: float) -> Iterator[None]:
 class Listener:
     """Accept connections of the run; `welcome` gets each authenticated one on its handshake's thread.
 
-    Strangers are counted. A failed accept() (no file descriptor left, a caller that has hung up) is logged and tried
+    `where` is a host's name or a socket that listens already; without a secret it is a Unix socket. Strangers are counted,
+    and the first is logged. A failed accept() (no file descriptor left, a caller that has hung up) is logged and tried
     again: only `close` ends the listener.
     """
 
-    def __init__(self, host: str, secret: Secret, welcome: Callable[[socket.socket], None]) -> None:
+    def __init__(
+        self, where: str | socket.socket, secret: Secret | None, welcome: Callable[[socket.socket], None]
+    ) -> None:
         self._secret, self._welcome = secret, welcome
-        self._socket = socket.create_server((host, 0), backlog=128)
+        if isinstance(where, str):
+            where = socket.create_server((where, 0), backlog=128)
+        self._socket = where
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.strangers = 0
         self._lock = threading.Lock()
@@ -138,8 +162,8 @@ class Listener:
                 failed = ""
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 if str(error) != failed and not self._closed.is_set():
-                    words = "accepting a connection at %s:%d failed (%s); trying again every %.1f s"
-                    logger.warning(words, *self.address, error, PAUSE)
+                    words = "accepting a connection at %s failed (%s); trying again every %.1f s"
+                    logger.warning(words, self.address, error, PAUSE)
                 failed = str(error)
                 self._closed.wait(PAUSE)
 
@@ -162,11 +186,16 @@ class Listener:
     def _hear(self, end: socket.socket) -> None:
         try:
             accept(end, self._secret)
-        except Stranger:
+        except Stranger as error:
             end.close()
             with self._lock:
                 self.strangers += 1
                 self._heard.remove(end)
+                first = self.strangers == 1
+            if first and not self._closed.is_set():
+                logger.warning(
+                    "refused a connection at %s: %s; later ones are only counted", self.address, error
+                )
             return
         with self._lock:
             self._heard.remove(end)

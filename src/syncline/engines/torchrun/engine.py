@@ -1,6 +1,6 @@
 """A run whose learners, or seats of its one learner, torchrun has started: this process is one, the caller's thread runs its function.
 
-Rank 0's clerk keeps the record; every rank returns the same result.
+Rank 0's server keeps the record; every rank returns the same result.
 """
 
 from __future__ import annotations
@@ -23,13 +23,26 @@ from torch import Tensor, nn
 
 from syncline import messages as m
 from syncline.dial import Sync
-from syncline.engines.authentication import KEY, RUN, Secret
 from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup, MovesOf, wants_nccl
 from syncline.engines.malloc_tuning import keep_freed_memory
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
+from syncline.engines.torchrun.connection import (
+    Address,
+    Apart,
+    ControlConnection,
+    Hello,
+    MeetingValues,
+    RankLeft,
+    RunFailure,
+    StopRun,
+    as_brought,
+    pickled,
+    reach,
+    unpickled,
+)
 from syncline.engines.torchrun.rank_and_store import Arrival, Refusal, TorchrunPlace, difference, next_store
-from syncline.engines.torchrun.run_server import Apart, ControlConnection, Left, RunServer, Stop
+from syncline.engines.torchrun.run_server import RunServer
 from syncline.errors import LearnerError, LostError, RunError, UsageError
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.local_update import GroupSession
@@ -39,18 +52,18 @@ from syncline.parallel.move import Joined, join
 from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
 from syncline.roles.allreduce_coordinator import Meet, PeerClosed, apart, early
 
-BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
+BLAME = 4.0  # seconds that a broken collective waits for the server's report of who broke it
 GRACE = 25.0  # seconds that a step gets after a signal; torchrun waits for 30
 
 
 class Line:
-    """This learner's connection to the clerk, and the thread that hears it."""
+    """This rank's connection to the run's server, and the thread that reads it."""
 
-    def __init__(self, wire: ControlConnection, rank: int, secret: Secret) -> None:
+    def __init__(self, wire: ControlConnection, rank: int) -> None:
         self._wire = wire
-        wire.introduce(rank, secret)
+        wire.send(Hello(rank))
         self._changed = threading.Condition()
-        self._answers: list[Any] = []
+        self._answers: list[list[Any]] = []
         self.failure: BaseException | None = None
         self.outcome: Outcome | None = None
         self.stop = False
@@ -67,7 +80,8 @@ class Line:
         devices = [(each.host, each.device) for each in arrived]
         nccl = wants_nccl((arrived[place.rank].device,)) and len(set(devices)) == len(devices)
         self._joining = True
-        group = CollectiveGroup(store, place.rank, place.learners, nccl=nccl, host=None)
+        host = "127.0.0.1" if place.one_host else None  # gradients of one host cross no network
+        group = CollectiveGroup(store, place.rank, place.learners, nccl=nccl, host=host)
         self._groups.append(group)
         self._joining = False
         if self.failure is not None:
@@ -110,9 +124,11 @@ class Line:
 
     def _take(self, message: Any) -> None:
         match message:
-            case list():  # the answer to a meeting
-                self._answers.append(message)
+            case MeetingValues():
+                self._answers.append(message.values)
                 self._apart = [other for other in self._apart if not other.what]
+            case RunFailure():
+                self.failure = message.error()
             case BaseException():
                 self.failure = message
             case Outcome():
@@ -120,7 +136,7 @@ class Line:
             case Apart():
                 self._apart.append(message)
                 self._notice()
-            case Stop():
+            case StopRun():
                 self.stop = True
 
     def called(self) -> None:
@@ -141,16 +157,17 @@ class Line:
                 else:
                     self.failure = early(other.rank, other.steps, self.rank, "a further step")
 
-    def ask(self, message: Any) -> Any:
-        self.send(message)
+    def meet(self, what: str, value: Any) -> list[Any]:
+        """Return what all ranks bring to this meeting, by rank; blocks until all have come."""
+        self.send(Meet(what, value, self.calls))
         with self._changed:
             self._changed.wait_for(lambda: self._answers or self.failure)
             if not self._answers:
                 raise PeerLost
-            return self._answers.pop()
+            return as_brought(value, self._answers.pop())
 
     def why(self, seconds: float) -> BaseException | None:
-        """What has failed, as soon as the clerk says so."""
+        """Return what has failed as soon as the server reports it; None after so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, seconds)
             return self.failure
@@ -195,8 +212,7 @@ class TorchrunPort(CollectivePort):
         self._group.broadcast(buffer)
 
     def meet(self, what: str, value: Any) -> list[Any]:
-        values: list[Any] = self._line.ask(Meet(what, value, self._line.calls))
-        return values
+        return self._line.meet(what, value)
 
     def tell(self, message: Any) -> None:
         if isinstance(message, Progress):
@@ -282,28 +298,28 @@ class TorchrunHandle(Handle):
     # -- the run -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        clerk: RunServer | None = None
+        server: RunServer | None = None
         line: Line | None = None
         try:
             store = next_store()
             if self._place.rank == 0:
-                clerk = RunServer(self._spec, self._place.master)
-                clerk.start()
-                store.set("clerk", clerk.secret.run + clerk.secret.key + f"{clerk.port}".encode())
-            told = store.get("clerk")
-            secret, port = Secret(told[:RUN], told[RUN : RUN + KEY]), int(told[RUN + KEY :])
-            end = socket.create_connection((self._place.master, port), timeout=None)
-            line = Line(ControlConnection(end), self._place.rank, secret)
+                server = RunServer(self._spec, self._place)
+                server.start()
+                store.set("rank 0", server.address.text())
+            line = Line(reach(self._place, Address.of(store.get("rank 0"))), self._place.rank)
             self._outcome = self._learn(store, line)
         except BaseException as error:
             self._error = error
         finally:
             if line is not None:
                 line.close()
-            if clerk is not None:
-                clerk.join()
+            if server is not None:
+                server.join()
             if self._watchdog is not None:
                 self._watchdog.cancel()
+            outcome = self._outcome or getattr(self._error, "outcome", None)
+            if outcome is not None:  # on the caller's thread: unpickling may import
+                outcome.returned = unpickled(outcome.returned)
             self._done.set()
 
     def _learn(self, store: Any, line: Line) -> Outcome:
@@ -331,7 +347,7 @@ class TorchrunHandle(Handle):
         )
         refused = str(spec.storage.refused) if spec.storage.refused is not None else ""
         mine = Arrival(socket.gethostname(), device, refused, kept)
-        arrived: list[Arrival] = line.ask(Meet("the start", mine))
+        arrived: list[Arrival] = line.meet("the start", mine)
         if problem := difference(arrived):
             raise Refusal(problem)
         return arrived
@@ -364,7 +380,8 @@ class TorchrunHandle(Handle):
         with contextlib.suppress(RunStopped):
             value = spec.task.function(session, *map(_own, spec.task.arguments), **spec.task.keywords)
         session.close()
-        line.send(Left(value, line.calls, session.steps, self._signal if session.stopped else 0))
+        signal = self._signal if session.stopped else 0
+        line.send(RankLeft(*pickled(value), line.calls, session.steps, signal))
         outcome = line.end()
         return replace(outcome, tables=session.states(outcome.tables))
 
@@ -372,7 +389,7 @@ class TorchrunHandle(Handle):
         failure = line.why(BLAME)
         if failure is None:
             failure = RunError(f"a collective failed in learner {self._place.rank}: {broken}")
-        _try_send(line, failure)
+        _try_send(line, RunFailure.of(failure))
         line.abort()
         return failure
 

@@ -1,4 +1,7 @@
-"""Where this process stands among those that torchrun has started, and the store in which they find each other."""
+"""Where this process stands among those that torchrun has started, and the store in which they find each other.
+
+The whole network can read and write the store: no secret may lie in it, and nothing from it may be unpickled.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ class TorchrunPlace:
     local_rank: int
     local: int
     master: str
+    one_host: bool = False  # torchrun says that all processes are on this machine
 
     @classmethod
     def here(cls) -> TorchrunPlace | None:
@@ -37,6 +41,7 @@ class TorchrunPlace:
             int(os.environ.get("LOCAL_RANK", rank)),
             int(os.environ.get("LOCAL_WORLD_SIZE", learners)),
             os.environ["MASTER_ADDR"],
+            one_host=learners == 1 or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
         )
 
     @property

@@ -1,292 +1,223 @@
-"""Rank 0's clerk: a thread that hears all learners, keeps the run's record and tells everybody when one is gone.
+"""Keep the record of a run under torchrun: a thread of rank 0 that hears all ranks and tells them when one is gone.
 
-One connection for each learner, rank 0's own included; its end is the learner's end, and a machine that vanishes is noticed by
-keep-alives. Whole objects go over it, never gradients. Evaluation runs on another thread, beside the learner.
+Every rank, rank 0 included, holds one connection, whose end is the rank's end: neither torchrun's store nor a collective notices
+a dead process at once, or reports which one it was. Reports, meetings and failures pass here, never gradients.
+Messages are read on one thread per connection and handled on the server's thread; evaluation runs on a third.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import queue
-import selectors
 import socket
-import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import cloudpickle
 from torch import Tensor
 
 from syncline import messages as m
-from syncline.engines.authentication import Listener, Secret, Stranger, introduce
 from syncline.engines.recorder import learner_error, peer_record, said
 from syncline.engines.run import RunSpec
-from syncline.errors import LostError, RunError
+from syncline.engines.torchrun.connection import (
+    Apart,
+    ControlConnection,
+    Hello,
+    MeetingValues,
+    RankLeft,
+    RunFailure,
+    StopRun,
+    listen,
+)
+from syncline.engines.torchrun.rank_and_store import TorchrunPlace
+from syncline.errors import RunError
 from syncline.protocols.lifecycle import alone
 from syncline.roles.allreduce_coordinator import Meet
 
-LINGER = 2.0  # seconds that the last words get
-HELLO = 60.0  # seconds that a learner waits for rank 0's proof
-_HEAD = struct.Struct("!Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A learner's function is over, after so many collectives and steps."""
-
-    value: Any
-    calls: int
-    steps: int
-    signal: int = 0  # that it got, where the run has ended before its time
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """A learner takes part in no collective beyond so many: whoever does must know."""
-
-    rank: int
-    calls: int
-    steps: int = 0
-    what: str = ""  # the meeting that it waits in; none: it has left
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The run is to end."""
-
-
-class ControlConnection:
-    """One end of a connection. `send` may be called from several threads."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
-        self._lock = threading.Lock()
-
-    def introduce(self, rank: int, secret: Secret) -> None:
-        """A learner's first words."""
-        there = self.socket.getpeername()
-        try:
-            introduce(self.socket, secret, HELLO)
-        except Stranger as error:
-            raise LostError(
-                f"what listens at {there} is not rank 0 of this run: {error}; start the run again"
-            ) from error
-        self.socket.settimeout(None)
-        self.send(rank)
-
-    def send(self, message: Any) -> None:
-        """Raises OSError when the other end is gone."""
-        body = cloudpickle.dumps(message)
-        with self._lock:
-            self.socket.sendall(_HEAD.pack(len(body)) + body)
-
-    def receive(self) -> Any:
-        """Raises EOFError or OSError when the other end is gone."""
-        (length,) = _HEAD.unpack(self._exactly(_HEAD.size))
-        return cloudpickle.load(io.BytesIO(self._exactly(length)))
-
-    def _exactly(self, length: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < length:
-            got = self.socket.recv(min(1 << 20, length - len(parts)))
-            if not got:
-                raise EOFError
-            parts += got
-        return bytes(parts)
-
-    def close(self) -> None:
-        self.socket.close()
+LINGER = 2.0  # seconds until the last messages must have been read
 
 
 class RunServer:
-    """The record of one run, on rank 0."""
+    """The record of one run, and the connections of its ranks."""
 
-    def __init__(self, spec: RunSpec, host: str) -> None:
+    def __init__(self, spec: RunSpec, place: TorchrunPlace) -> None:
         self.spec = spec
         self._began = time.monotonic()
-        self.secret = Secret.new()
-        self.recorder, self.keeper = peer_record(
+        self.recorder, self.coordinator = peer_record(
             spec,
             now=lambda: time.monotonic() - self._began,
-            evaluate=lambda epoch, state: self._waiting.put((epoch, state)),
-            stop=lambda: self._tell(Stop()),
-            reply=self._send,
+            evaluate=lambda epoch, state: self._snapshots.put((epoch, state)),
+            stop=lambda: self._broadcast(StopRun()),
+            reply=lambda rank, values: self._send(rank, MeetingValues(values)),
             fail=self._fail,
         )
-        self._wires: dict[int, ControlConnection] = {}
-        self._left: dict[int, Left] = {}
-        self._waiting: queue.SimpleQueue[tuple[int, dict[str, Tensor]] | None] = queue.SimpleQueue()
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # of other threads
-        self._bell, self._ring = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, ControlConnection] = {}  # by rank
+        self._readers: list[tuple[ControlConnection, threading.Thread]] = []
+        self._left: dict[int, RankLeft] = {}
+        self._snapshots: queue.SimpleQueue[tuple[int, dict[str, Tensor]] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._over = False
-        try:  # where all machines can reach rank 0: the address they all know
-            self._listener = Listener(host, self.secret, self._admit)
-        except OSError:  # a name that is not this machine's own, behind a translation
-            self._listener = Listener("", self.secret, self._admit)
-        self._threads = [threading.Thread(target=self._main, name="syncline-clerk", daemon=True)]
+        self._listener, self.address = listen(place, self._read)
+        self._threads = [threading.Thread(target=self._main, name="syncline-run-server", daemon=True)]
         if spec.evaluate is not None:
             self._threads.append(threading.Thread(target=self._test, name="syncline-test", daemon=True))
-
-    @property
-    def port(self) -> int:
-        return self._listener.address[1]
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Nothing stays behind."""
-        self._waiting.put(None)
+        """Wait until the record is complete and all threads have ended."""
+        self._snapshots.put(None)
         for thread in self._threads:
             thread.join(10)
-        if not any(thread.is_alive() for thread in self._threads):
-            self._ring.close()
+        self._close_door()
 
-    # -- the thread --------------------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        self._selector.register(self._bell, selectors.EVENT_READ, self._work)
-        while not self._over:
-            for key, _ in self._selector.select(timeout=1.0):
-                key.data()
-            if self._finished():
-                self._end()
-        self._listener.close()
-        while not self._todo.empty():  # whoever came last hears it, too
-            self._todo.get()()
-        self._selector.close()
-        self._linger()
-        for end in (self._bell, *(wire.socket for wire in self._wires.values())):
-            end.close()
-
-    def _later(self, action: Callable[[], None]) -> None:
-        """On the clerk's thread."""
-        self._todo.put(action)
-        self._ring.send(b"t")
-
-    def _work(self) -> None:
-        self._bell.recv(1)
-        self._todo.get()()
-
-    def _linger(self) -> None:
-        """A connection that is closed while something lies unread may lose its last words: hear to the end."""
-        deadline = time.monotonic() + LINGER
-        for wire in self._wires.values():
-            try:
-                wire.socket.shutdown(socket.SHUT_WR)
-                while time.monotonic() < deadline:
-                    wire.socket.settimeout(max(0.01, deadline - time.monotonic()))
-                    if not wire.socket.recv(1 << 16):
-                        break
-            except OSError:
-                continue
-
-    def _admit(self, end: socket.socket) -> None:
-        """One of the run's own says which, on a thread of its own."""
-        wire = ControlConnection(end)
-        with contextlib.suppress(OSError, EOFError):
-            rank = wire.receive()
-            with self._door:
-                if not self._over:
-                    self._later(partial(self._welcome, rank, wire))
-                    return
-        wire.close()
-
-    def _welcome(self, rank: int, wire: ControlConnection) -> None:
-        self._wires[rank] = wire
-        self._selector.register(wire.socket, selectors.EVENT_READ, lambda: self._hear(rank, wire))
-        if self.recorder.error is not None:
-            self._send(rank, self.recorder.error)
-
-    def _hear(self, rank: int, wire: ControlConnection) -> None:
+    def _read(self, end: socket.socket) -> None:
+        """Read one rank's messages until its connection ends, on a thread of the listener."""
+        connection = ControlConnection(end)
         try:
-            message = wire.receive()
+            hello = connection.receive()
+            with self._door:
+                if self._over or not isinstance(hello, Hello):
+                    raise EOFError
+                reader = threading.current_thread()
+                self._events.put(partial(self._welcome, hello.rank, connection, reader))
         except (OSError, EOFError):
-            self._selector.unregister(wire.socket)
-            if rank not in self._left:
-                self.recorder.event("lost: its connection ended", self._learner(rank), kind="lost")
-                who = f"seat {rank} of learner 0" if self.spec.group > 1 else f"learner {rank}"
-                self._fail(alone(f"{who} is lost: its process ended without a word"))
+            connection.close()
             return
-        if isinstance(message, Left):
-            self._left[rank] = message
-            outcome = self.recorder.outcome
-            if rank < self.spec.plan.learners:  # of other seats nobody asks
-                outcome.returned[rank] = message.value
-            outcome.signal = outcome.signal or message.signal
-            outcome.interrupted |= message.signal != 0
-            self._tell(Apart(rank, message.calls, message.steps))
-        elif isinstance(message, m.Raised):
-            self._fail(learner_error(self._learner(rank), message.error, message.traceback))
-        elif isinstance(message, BaseException):
-            self._fail(message)
-        else:
-            if isinstance(message, Meet):
-                self._tell(Apart(rank, message.calls, what=message.what))
-            self.keeper.hear(rank, message)
+        try:
+            while True:
+                self._events.put(partial(self._heard, hello.rank, connection, connection.receive()))
+        except (OSError, EOFError) as error:
+            self._events.put(partial(self._ended, hello.rank, connection, error))
+        with contextlib.suppress(OSError):
+            while end.recv(1 << 16):  # closing with unread bytes would lose the failure that is sent
+                pass
+
+    def _welcome(self, rank: int, connection: ControlConnection, reader: threading.Thread) -> None:
+        self._readers.append((connection, reader))
+        if rank in self._connections or rank not in range(self.spec.processes):
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+            return
+        self._connections[rank] = connection
+        if len(self._connections) == self.spec.processes:
+            self._close_door()
+        if self.recorder.error is not None:
+            self._send(rank, RunFailure.of(self.recorder.error))
+
+    def _close_door(self) -> None:
+        """Listen no more, and leave no socket behind."""
+        self._listener.close()
+        self.address.remove()
+
+    def _heard(self, rank: int, connection: ControlConnection, message: Any) -> None:
+        if self._over or self._connections.get(rank) is not connection:
+            return
+        match message:
+            case RankLeft():
+                self._left[rank] = message
+                outcome = self.recorder.outcome
+                if rank < self.spec.plan.learners:  # only a learner's first seat returns a value
+                    self.recorder.returned(rank, m.Returned(message.value, message.problem))
+                outcome.signal = outcome.signal or message.signal
+                outcome.interrupted |= message.signal != 0
+                self._broadcast(Apart(rank, message.calls, message.steps))
+            case m.Raised():
+                self._fail(learner_error(self._learner(rank), None, message.traceback))
+            case RunFailure():
+                self._fail(message.error())
+            case _:
+                if isinstance(message, Meet):
+                    self._broadcast(Apart(rank, message.calls, what=message.what))
+                self.coordinator.hear(rank, message)
+
+    def _ended(self, rank: int, connection: ControlConnection, error: Exception) -> None:
+        if self._over or self._connections.get(rank) is not connection or rank in self._left:
+            return
+        self.recorder.event("lost: its connection ended", self._learner(rank), kind="lost")
+        who = f"seat {rank} of learner 0" if self.spec.group > 1 else f"learner {rank}"
+        how = f" ({error})" if str(error) else ""
+        self._fail(alone(f"{who} is lost: its process ended without a word{how}"))
 
     def _learner(self, rank: int) -> int:
         return rank // self.spec.group
 
     def _send(self, rank: int, message: Any) -> None:
-        try:
-            self._wires[rank].send(message)
-        except OSError:
-            return  # its end is noticed by reading
+        with contextlib.suppress(OSError):  # reading notices the connection's end
+            self._connections[rank].send(message)
 
-    def _tell(self, message: Any) -> None:
-        for rank in list(self._wires):
+    def _broadcast(self, message: Any) -> None:
+        for rank in list(self._connections):
             self._send(rank, message)
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure is told to all."""
-        if self.recorder.error is None:
-            self.recorder.error = error
-            self._tell(error)
+        """Let the first failure end the run."""
+        self.recorder.error = self.recorder.error or error
+
+    # -- the server's thread -----------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        while not self._finished():
+            try:
+                self._events.get()()
+            except Exception:
+                self._fail(RunError(f"the record of the run failed on rank 0:\n\n{traceback.format_exc()}"))
+        self._end()
+        self._close_door()
+        while not self._events.empty():  # a rank that has come late is told of the failure
+            self._events.get()()
+        self._linger()
+
+    def _finished(self) -> bool:
+        if self.recorder.error is not None:
+            return True
+        complete = self.recorder.complete() and not self.coordinator.cutting
+        return len(self._left) == self.spec.processes and complete
+
+    def _end(self) -> None:
+        """Broadcast the failure, or the outcome: of the tables only the buffers, since every rank has the parameters."""
+        outcome = self.recorder.outcome
+        outcome.seconds = time.monotonic() - self._began
+        if self.recorder.error is not None:
+            self._broadcast(RunFailure.of(self.recorder.error))
+        else:
+            light = {}
+            for number, (version, state) in outcome.tables.items():
+                buffers = self.coordinator.layouts[number].buffers.entries
+                light[number] = version, {entry.name: state[entry.name] for entry in buffers}
+            self._broadcast(replace(outcome, tables=light))
+        with self._door:
+            self._over = True
+
+    def _linger(self) -> None:
+        """Let every rank read the last messages and hang up."""
+        deadline = time.monotonic() + LINGER
+        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+            for connection, _ in self._readers:
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(how)
+            for _, reader in self._readers:
+                reader.join(max(0.0, deadline - time.monotonic()) if how == socket.SHUT_WR else None)
+        for connection, _ in self._readers:
+            connection.close()
 
     # -- evaluation --------------------------------------------------------------------------------------
 
     def _test(self) -> None:
         assert self.spec.evaluate is not None
-        while (item := self._waiting.get()) is not None:
+        while (item := self._snapshots.get()) is not None:
             epoch, state = item
             try:
                 metrics = self.spec.evaluate(state)
-                tested = partial(self.recorder.evaluated, epoch, metrics)
+                self._events.put(partial(self.recorder.evaluated, epoch, metrics))
             except Exception as error:
-                tested = partial(self._fail, RunError(f"evaluation failed: {said(error)}"))
-            self._later(tested)
-
-    # -- the end -----------------------------------------------------------------------------------------
-
-    def _finished(self) -> bool:
-        if self.recorder.error is not None:
-            return True
-        complete = self.recorder.complete() and not self.keeper.cutting
-        return len(self._left) == self.spec.processes and complete
-
-    def _end(self) -> None:
-        """Tell everybody; of the tables only the buffers, the parameters everybody has."""
-        outcome = self.recorder.outcome
-        outcome.seconds = time.monotonic() - self._began
-        if self.recorder.error is None:
-            light = {}
-            for number, (version, state) in outcome.tables.items():
-                buffers = self.keeper.layouts[number].buffers.entries
-                light[number] = version, {entry.name: state[entry.name] for entry in buffers}
-            self._tell(replace(outcome, tables=light))
-        with self._door:
-            self._over = True
+                self._events.put(partial(self._fail, RunError(f"evaluation failed: {said(error)}")))

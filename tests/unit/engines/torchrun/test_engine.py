@@ -1,4 +1,4 @@
-"""One process of torchrun's: what it hears of the others from rank 0's clerk, and what its port passes on. The clerk is a script."""
+"""One process of torchrun's: what it hears of the others from rank 0's server, and what its port passes on. The server is a script."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import torch
 from syncline.dial import Course, Sync
 from syncline.engines.collectives import CollectiveGroup
 from syncline.engines.run import Outcome, RunSpec, Task
+from syncline.engines.torchrun.connection import Apart, Hello, MeetingValues, RunFailure, StopRun
 from syncline.engines.torchrun.engine import Line, Torchrun, TorchrunPort
 from syncline.engines.torchrun.rank_and_store import TorchrunPlace
-from syncline.engines.torchrun.run_server import Apart, Stop
 from syncline.errors import LostError, RunError, UsageError
 from syncline.ports import PeerLost, Progress
 from syncline.roles.allreduce_coordinator import Meet, PeerClosed
 from syncline.roles.run_plan import RunPlan
 from syncline.topologies import AllReduce
-from tests.unit.engines.ray.doubles import SECRET
 
 PLACE = TorchrunPlace(rank=2, learners=3, local_rank=0, local=1, master="host")
 
@@ -34,9 +33,6 @@ class Clerk:
         self.sent: list[Any] = []
         self.gone = False
         self.heard = threading.Semaphore(0)  # counts what the line has taken in, or is about to wait for
-
-    def introduce(self, rank: int, secret: Any) -> None:
-        self.sent.append(("introduced", rank))
 
     def receive(self) -> Any:
         self.heard.release()
@@ -63,7 +59,7 @@ def clerk() -> Iterator[Clerk]:
 
 @pytest.fixture
 def line(clerk: Clerk) -> Line:
-    made = Line(cast(Any, clerk), 2, SECRET)
+    made = Line(cast(Any, clerk), 2)
     clerk.heard.acquire()
     return made
 
@@ -76,9 +72,9 @@ def say(clerk: Clerk, *said: Any) -> None:
 
 
 def test_a_meeting_is_answered_by_the_clerk(clerk: Clerk, line: Line) -> None:
-    clerk.says.put([1, 2, 3])
-    assert line.ask(Meet("a test", 7)) == [1, 2, 3]
-    assert clerk.sent == [("introduced", 2), Meet("a test", 7)]
+    clerk.says.put(MeetingValues([1, 2, 3]))
+    assert line.meet("a test", 7) == [1, 2, 3]
+    assert clerk.sent == [Hello(2), Meet("a test", 7)]
 
 
 def test_who_cannot_reach_rank_0_has_lost_it(clerk: Clerk, line: Line) -> None:
@@ -90,7 +86,7 @@ def test_who_cannot_reach_rank_0_has_lost_it(clerk: Clerk, line: Line) -> None:
 def test_the_end_of_the_connection_is_rank_0s_end(clerk: Clerk, line: Line) -> None:
     clerk.says.put(EOFError)
     with pytest.raises(PeerLost):
-        line.ask(Meet("a test", 7))
+        line.meet("a test", 7)
     with pytest.raises(LostError, match="learner 0 is lost: its process ended, and the record with it"):
         line.end()
 
@@ -103,7 +99,7 @@ def test_the_record_comes_at_the_end(clerk: Clerk, line: Line) -> None:
 
 def test_what_has_failed_is_known_as_soon_as_it_is_said(clerk: Clerk, line: Line) -> None:
     assert line.why(0) is None
-    clerk.says.put(RunError("why"))
+    clerk.says.put(RunFailure.of(RunError("why")))
     assert str(line.why(20.0)) == "why"
 
 
@@ -113,7 +109,7 @@ def test_a_run_that_is_to_end_says_so_and_so_does_somebody_here(clerk: Clerk, li
     port.asked = lambda: True
     assert port.stopping()
     port.asked = lambda: False
-    say(clerk, Stop())
+    say(clerk, StopRun())
     assert port.stopping()
 
 
@@ -168,7 +164,7 @@ def test_who_is_ahead_already_is_told_at_once(clerk: Clerk, line: Line, port: To
 def test_a_meeting_that_all_came_to_holds_nobody_up_and_an_end_still_does(
     clerk: Clerk, line: Line, port: TorchrunPort
 ) -> None:
-    say(clerk, Apart(1, 0, what="a test"), Apart(0, 2, steps=2), [1])
+    say(clerk, Apart(1, 0, what="a test"), Apart(0, 2, steps=2), MeetingValues([1]))
     assert port.meet("a test", 1) == [1]
     collectives(port, 2)
     with pytest.raises(PeerLost):
@@ -178,7 +174,7 @@ def test_a_meeting_that_all_came_to_holds_nobody_up_and_an_end_still_does(
 
 def test_of_a_meeting_the_clerk_knows_after_how_many_collectives(clerk: Clerk, port: TorchrunPort) -> None:
     collectives(port, 2)
-    clerk.says.put([])
+    clerk.says.put(MeetingValues([]))
     port.meet("a test", 7)
     assert clerk.sent[-1] == Meet("a test", 7, 2)
 

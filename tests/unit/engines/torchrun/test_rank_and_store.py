@@ -101,6 +101,6 @@ def test_runs_of_a_process_have_each_their_part_of_one_store(monkeypatch: pytest
     monkeypatch.setattr(rank_and_store, "_runs", 0)
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([asked.append(url) or (store, 0, 1)]))
     for number in (b"first", b"second"):
-        next_store().set("clerk", number)
+        next_store().set("rank 0", number)
     assert asked == ["env://"]
-    assert [store.get(f"syncline/{run}/clerk") for run in (1, 2)] == [b"first", b"second"]
+    assert [store.get(f"syncline/{run}/rank 0") for run in (1, 2)] == [b"first", b"second"]
