@@ -228,3 +228,41 @@ def test_broken_jobs_end_with_one_line(tmp_path: Path) -> None:
         assert "job.toml:1: " in done.stderr and "Traceback" not in done.stderr, name
         assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml"]
+
+
+SPY = """
+import sys, torch
+sys.stderr.write("the folder's module runs\\n")
+
+def model():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+"""
+SPIED = """
+model = "spy:model"
+data = "digits"
+loss = "cross_entropy"
+optimizer = "sgd"
+learners = 1
+epochs = 1
+run_dir = "run"
+"""
+
+
+def test_job_files_are_code_and_a_run_folder_runs_it_only_where_it_goes_on(tmp_path: Path) -> None:
+    """The table of docs/howto/security.md."""
+    (tmp_path / "job.toml").write_text(SPIED)
+    (tmp_path / "spy.py").write_text(SPY)
+    home, away = tmp_path / "run", tmp_path / "away"
+    assert trained(tmp_path, "job.toml").returncode == 0
+    away.mkdir()
+    (tmp_path / "spy.py").rename(home / "spy.py")
+
+    def runs(*arguments: object) -> bool:
+        command = ["-m", "syncline", *map(str, arguments)]
+        done = run_ready(command, timeout=100, cwd=away, env={**os.environ, "COLUMNS": "120"})
+        assert done.returncode == 0, done.stderr
+        return "the folder's module runs" in done.stderr
+
+    assert not runs("show", home) and not runs("compare", home, home)
+    assert runs("show", home / "job.toml")
+    assert runs("train", "--resume", home, "--epochs", "2")
