@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from syncline.errors import RunError, UsageError
 from syncline.parallel import layer_slicing, recurrent  # noqa: F401 (their rules)
@@ -24,7 +22,7 @@ from syncline.parallel.functions import name_of
 from syncline.parallel.move import Group, Move, joined
 from syncline.parallel.program import Program
 from syncline.parallel.rules import rule_of
-from syncline.parallel.trace import skeleton, trace
+from syncline.parallel.trace import Inputs, flattened, skeleton, trace
 from syncline.parallel.windows import Box, Shape
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -110,10 +108,9 @@ class Partitioned(nn.Module):
         self._grid, self._batch_dim, self._seed, self._step = grid, batch_dim, seed, 0
         self._skeleton = (skeleton(model),)  # in a tuple, so that it is no part of this module
         self._whole = (model,) if check else None
-        self._signature = inspect.signature(model.forward)
         self._programs: dict[Any, Program] = {}
         self.training = model.training
-        program = self._program(*arguments_of(example))
+        program = self._program(Inputs(model, *arguments_of(example)))
         program.check_examples()
         self.parts = self._parts_of(model, program)
         self._take_over(model)
@@ -210,16 +207,14 @@ class Partitioned(nn.Module):
 
     # -- computing -----------------------------------------------------------------------------------------
 
-    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+    def _program(self, inputs: Inputs) -> Program:
         (whole,) = self._skeleton
         modes = {name: module.training for name, module in self.named_modules()} if self._programs else {}
         for name, module in whole.named_modules():
             module.training = modes.get(name, module.training)
-        given = (tuple(args), dict(kwargs))
-        shapes = pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype, t.device), given)
-        key = (str(shapes), tuple(module.training for module in whole.modules()))
+        key = (inputs.key, tuple(module.training for module in whole.modules()))
         if key not in self._programs:
-            traced = trace(whole, args, kwargs, leaf=is_layer, batch_dim=self._batch_dim)
+            traced = trace(whole, inputs, leaf=is_layer, batch_dim=self._batch_dim)
             program = Program(traced, whole, self.choices, self.group, self._grid)
             if self._programs:
                 self._check_slices(program)
@@ -245,14 +240,14 @@ class Partitioned(nn.Module):
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """`forward` without a check, as part of the same step."""
-        program = self._program(args, kwargs)
-        bound = self._signature.bind(*args, **kwargs).arguments
-        inputs: dict[str, Any] = {f"placeholder {name}": value for name, value in bound.items()}
+        inputs = Inputs(self._skeleton[0], args, kwargs)
+        program = self._program(inputs)
+        values: dict[str, Any] = {f"placeholder {name}": tensor for name, tensor in inputs.tensors.items()}
         for name, _ in program.inputs:
             kind, _, target = name.partition(" ")
             if kind == "get_attr":
-                inputs[name] = _found(self, self._skeleton[0], target)
-        return program.run(self, inputs, seed=self._seed, step=self._step)
+                values[name] = _found(self, self._skeleton[0], target)
+        return program.run(self, values, seed=self._seed, step=self._step)
 
 
 def _slices_for(by_layer: Mapping[str, Mapping[str, tuple[Box, ...]]], name: str) -> tuple[Box, ...] | None:
@@ -330,12 +325,13 @@ def compare(mine: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None
     whole = copy.deepcopy(model)
     state = {name: tensor.clone() for name, tensor in mine.named_buffers()}
     modes = {name: module.training for name, module in mine.named_modules()}
-    if any(name_of(step.call.target) == "dropout" for step in mine._program(args, kwargs).steps):
+    program = mine._program(Inputs(mine._skeleton[0], args, kwargs))
+    if any(name_of(step.call.target) == "dropout" for step in program.steps):
         mine.eval()  # in which a function drops nothing
     for name, module in whole.named_modules():
         module.training = mine.get_submodule(name).training
     with _nothing_dropped(mine), _nothing_dropped(whole), torch.enable_grad():
-        ours, theirs = _tensors(mine.run(args, kwargs)), _tensors(whole(*args, **kwargs))
+        ours, theirs = _alike(mine.run(args, kwargs), whole(*args, **kwargs))
         gradients, expected = _gradients(mine, ours), _gradients(whole, theirs)
     for name, tensor in mine.named_buffers():
         tensor.copy_(state[name])
@@ -366,8 +362,28 @@ def _off(ours: Tensor, theirs: Tensor, scale: float) -> float:
     return float((ours.to(theirs.device) - theirs).abs().max()) / rounding
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+def _alike(ours: Any, theirs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of two results that have to have one structure, shapes, types and everything that is no tensor."""
+    (mine, own), (found, other) = flattened("the result", ours), flattened("the result", theirs)
+    for at, (one, two) in enumerate(zip(mine, found, strict=False)):
+        if _shown(one) != _shown(two):
+            words = f"result {at} of the partitioned model is {_shown(one)}, the model's is {_shown(two)}"
+            raise RunError(f"check: {words}")
+    if own != other:
+        words = f"the partitioned model returns {own}, the model {other}"
+        raise RunError(f"check: {' '.join(words.split())}")
+    return [x for x in mine if isinstance(x, Tensor)], [x for x in found if isinstance(x, Tensor)]
+
+
+def _shown(leaf: Any) -> str:
+    """A tensor's shape and type, a plain value, or an object's type."""
+    if isinstance(leaf, Tensor):
+        return f"a {leaf.dtype} of shape {list(leaf.shape)}"
+    return (
+        repr(leaf)
+        if leaf is None or isinstance(leaf, bool | int | float | str)
+        else f"a {type(leaf).__name__}"
+    )
 
 
 def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from syncline.parallel.module import arguments_of, is_layer
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program, Slot, Step
 from syncline.parallel.rules import Call, Spread, Want, holds, whole
-from syncline.parallel.trace import Array, skeleton, trace
+from syncline.parallel.trace import Array, Inputs, skeleton, trace
 from syncline.parallel.windows import Box, Route, route
 
 
@@ -63,7 +63,7 @@ class LayerGraph:
         batch_dim: int = 0,
     ) -> None:
         shapes, (args, kwargs) = skeleton(model), arguments_of(example)
-        traced = trace(shapes, args, kwargs, leaf=is_layer, batch_dim=batch_dim)
+        traced = trace(shapes, Inputs(shapes, args, kwargs), leaf=is_layer, batch_dim=batch_dim)
         self.group, self.batch = group, traced.batch
         planned = Group()
         planned.size = group
