@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
 import syncline as sl
@@ -122,6 +123,88 @@ def test_a_partitioned_model_is_only_looked_at() -> None:
     assert [found[:4] for found in returned] == [(0, 3, 0, 2), (0, 3, 1, 2)]
     whole = sum(p.numel() for p in network().parameters())
     assert all(found[4] and found[5] < whole for found in returned)
+
+
+# -- step hooks ----------------------------------------------------------------------------------------------
+
+Hook = Callable[..., None]
+HOOKS: dict[str, Callable[[torch.optim.Optimizer, Hook], Any]] = {
+    "a hook before": torch.optim.Optimizer.register_step_pre_hook,
+    "a hook after": torch.optim.Optimizer.register_step_post_hook,
+    "a global hook before": lambda _, hook: register_optimizer_step_pre_hook(hook),
+    "a global hook after": lambda _, hook: register_optimizer_step_post_hook(hook),
+}
+
+
+def hooked_loop(session: Any, hook: str | None, halved: bool, rate: float = 0.1) -> Any:
+    """Steps of a loop of one's own, with a hook or under a profiler; how often the hook was called, and by whom."""
+    called: list[str] = []
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        called.append(type(optimizer).__name__)
+        for parameter in mine.parameters() if halved else ():
+            parameter.grad *= 0.5
+
+    mine = sl.partition(network(), example=X[:8]) if session.seats > 1 else network()
+    optimizer = session.optimizer(mine, partial(SGD, lr=rate))
+    under = torch.profiler.profile() if hook == "a profiler" else contextlib.nullcontext()
+    handle = HOOKS[hook](optimizer, note) if hook in HOOKS else None
+    with under:
+        for x, y in session.loader(TensorDataset(X, Y), batch_size=8):
+            optimizer.zero_grad()
+            F.cross_entropy(mine(x), y).backward()
+            optimizer.step()
+    if handle is not None:
+        handle.remove()
+    return called
+
+
+RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "groups": ({"group": 2, "plan": {"4": "model"}}, "SeatOptimizer"),
+    "groups over a tree": ({"group": 2, "plan": {"4": "model"}, "topology": "tree:2"}, "SeatOptimizer"),
+    "tables": ({}, "SharedOptimizer"),
+    "all-reduce": ({"topology": "allreduce"}, "AllReduceOptimizer"),
+    "all-reduce, layer by layer": ({"topology": "allreduce:layerwise"}, "AllReduceOptimizer"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_steps_with_hooks_and_under_a_profiler_are_the_same_steps(run: str) -> None:
+    options, kind = RUNS[run]
+    launched = partial(sl.launch, hooked_loop, learners=2, sync="hardsync", **options)
+    plain = launched(None, False).state_dict()
+    for hook in (*HOOKS, "a profiler"):
+        result = launched(hook, False)
+        torch.testing.assert_close(result.state_dict(), plain, rtol=0, atol=0)
+        assert set(result.returned[0]) <= {kind}
+        assert len(result.returned[0]) == (0 if hook == "a profiler" else 3)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_hook_before_each_step_changes_gradients_once(run: str) -> None:
+    launched = partial(sl.launch, hooked_loop, learners=2, sync="hardsync", **RUNS[run][0])
+    half = launched(None, False, 0.05)
+    for hook in ("a hook before", "a global hook before"):
+        alike(launched(hook, True), half)
+
+
+def hooked_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return unhooked_schedule(optimizer)
+
+
+def unhooked_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_seats_that_update_their_slices_do_so_with_a_hook(learners: int) -> None:
+    results = [
+        trained(group=2, plan={"4": "model"}, learners=learners, schedule=schedule)
+        for schedule in (hooked_schedule, unhooked_schedule)
+    ]
+    hooked, plain = (result.state_dict() for result in results)
+    torch.testing.assert_close(hooked, plain, rtol=0, atol=0)
 
 
 def own_loop(session: Any) -> Any:
