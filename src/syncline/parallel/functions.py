@@ -42,7 +42,9 @@ class Aligned(Rule):
             found = [cut_by(call, call.way, array) for array in call.outputs]
             if all(_computable(dims, *each) for each in zip(call.outputs, found, strict=True)):
                 return found
-            raise call.refuse(f"works along a dimension that {call.way!r} cuts: give it another way")
+            if call.way != "data":
+                raise call.refuse(f"works along a dimension that {call.way!r} cuts: give it another way")
+            leader = None
         if leader is not None:
             lead, shape = call.spreads[leader], call.inputs[leader].shape
             kept = [_kept(dims[leader], lead, array) for array in call.outputs]
@@ -395,7 +397,7 @@ class Whole(Rule):
     """Not known: everybody computes all of it from everything."""
 
     def place(self, call: Call) -> list[Spread]:
-        if call.way is not None:
+        if call.way not in (None, "data"):
             raise call.refuse(f"cannot be cut as {call.way!r}: it is not known what it does")
         return [whole(array, call.parts) for array in call.outputs]
 

@@ -283,10 +283,14 @@ def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
     choices = getattr(plan, "choices", plan)
     if getattr(plan, "group", size) != size:
         raise UsageError(f"the plan is for a group of {plan.group}, this one has {size}")
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    counted: set[int] = set()  # what several layers share counts with the first
     for name, count in getattr(plan, "layers", {}).items():
         module = modules.get(name.partition("#")[0])
-        held = sum(p.numel() for p in module.parameters()) if module is not None else 0
+        those = module.parameters() if module is not None else parameters.get(name, ())
+        new = [p for p in ([those] if isinstance(those, Tensor) else those) if id(p) not in counted]
+        counted.update(map(id, new))
+        held = sum(parameter.numel() for parameter in new)
         if count != held:
             raise UsageError(
                 f"the plan is for another model: its layer {name!r} has {count:,} parameters, here it has {held:,}"

@@ -127,6 +127,10 @@ def model_dim(shape: Shape) -> int:
 
 
 def along(call: Call, array: Array, dim: int, unit: int = 1, way: str = "model") -> Spread:
+    if dim >= len(array.shape):
+        raise call.refuse(
+            f"has results of shape {list(array.shape)}: they have no features that {way!r} could cut"
+        )
     size = array.shape[dim]
     if -(-size // unit) < call.parts:
         raise call.refuse(
