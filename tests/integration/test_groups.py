@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.cluster import Cluster, Compute, Link
 from syncline.errors import LearnerError, NotYetError, UsageError
+from syncline.learn.gradient_ways import Backprop
 from syncline.testing.leftovers import children
 from syncline.train import groups
 
@@ -137,7 +138,7 @@ HOOKS: dict[str, Callable[[torch.optim.Optimizer, Hook], Any]] = {
 
 
 def hooked_loop(session: Any, hook: str | None, halved: bool, rate: float = 0.1) -> Any:
-    """Steps of a loop of one's own, with a hook or under a profiler; how often the hook was called, and by whom."""
+    """Train with a hook or under a profiler; return the class of the optimizer for each call of the hook."""
     called: list[str] = []
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -386,7 +387,7 @@ def test_a_simulated_group_is_one_learner_that_takes_a_part_of_the_time(topology
 def test_a_simulated_groups_step_takes_what_its_plan_says(plan: Any) -> None:
     """But for what replicas send to the table, half of it each, which the simulator sends itself."""
     grouped = groups.Grouped(
-        network(), lambda model, batch: model(batch[0]).sum(), TensorDataset(X, Y), None, 8, 1
+        network(), Backprop(lambda model, batch: model(batch[0]).sum()), TensorDataset(X, Y), None, 8, 1
     )
     cluster = groups.simulated(sl.Sim(CARDS), 2, plan, grouped).cluster
     found = groups.cut_over(2, plan, grouped, cluster=CARDS)
@@ -426,7 +427,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plan for another model": ({"group": 2, "plan": FOREIGN}, UsageError, r"the plan is for another model: its layer '0' has 35 parameters, here it has 112"),
     "a plan for another group": ({"group": 3, "plan": FOREIGN}, UsageError, r"the plan is for a group of 2, this one has 3"),
     "a plan that is not there": ({"group": 2, "plan": "no/plan.json"}, UsageError, r"no/plan.json is no plan: .*No such file"),
-    "a regulariser": ({"group": 2, "regulariser": lambda model: model[0].weight.sum()}, UsageError, r"group=2: gradients over seats are made by back-propagation"),
+    "a gradient of one's own": ({"group": 2, "loss": None, "gradient": lambda model, batch: model(batch[0]).sum()}, UsageError, r"group=2: a gradient= of your own does not know"),
     "no whole model": (
         {"group": 2, "loss": None, "objective": lambda model, batch: model[0](batch[0]).sum()}, UsageError, r"the objective has to call model\(...\) as a whole"
     ),
@@ -455,7 +456,8 @@ def test_what_does_not_fit_into_the_memory_is_refused_before_the_start(
     free = {"cpu": 10**9, "cuda:0": 10**9, "cuda:1": 10**9, device: 100_000}
     monkeypatch.setattr(groups, "free_memory", free.get)
     model, data = nn.Sequential(nn.Linear(1000, 32)), TensorDataset(torch.zeros(16, 1000))
-    grouped = groups.Grouped(model, lambda model, batch: model(batch[0]).sum(), data, None, 8, 2)
+    way = Backprop(lambda model, batch: model(batch[0]).sum())
+    grouped = groups.Grouped(model, way, data, None, 8, 2)
     cards = ("cuda:0", "cuda:1") if device != "cpu" else ("cpu",)
     seat, table = 2 * 16 * 1001 * 4 + 8 * 1000 * 4, 5 * 32 * 1001 * 4
     needed = 2 * seat if device != "cpu" else 4 * seat + table

@@ -183,7 +183,7 @@ class AllReduceOptimizer(TableOptimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters, limit)
 
     def _step_inner(self) -> None:
-        """Step the user's optimizer. Global hooks have run with this step already, and must not run twice."""
+        """Step the user's optimizer without global hooks: they run once, around the session's optimizer."""
         inner = self.inner
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         (inner.step if hooked or "step" in vars(inner) else self._bare_step)()

@@ -344,7 +344,7 @@ class SharedOptimizer(TableOptimizer, Replica):
 
 
 def _step_of_its_kind(optimizer: SharedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Run the step of the optimizer's own class: torch's wrapper calls the function it was given, whatever overrides it."""
+    """Run the step of the optimizer's class. torch's wrapper calls the function it wraps, not the method that overrides it."""
     return optimizer._stepped(closure)
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d, L2Pool2d, LocalContrastNorm2d
-from syncline.nn.layers import Dense
-from syncline.parallel.functions import Aligned, Reshape, broadcast, drop, keeping
+from syncline.nn.layers import Dense, Noise
+from syncline.parallel.functions import Aligned, Reshape, broadcast, drop, dropped, keeping
 from syncline.parallel.rules import (
     Call,
     Local,
@@ -62,7 +62,7 @@ register(Aligned(keeping(_softmax_dims)), nn.Softmax, nn.LogSoftmax, nn.Softmin)
 
 
 def _dropped(module: Any, local: Local, x: Tensor) -> Tensor:
-    return drop(local, x, module.p, local.window) if module.training else x
+    return dropped(module, local, x, module.p, module.training)
 
 
 def _maps_dropped(module: Any, local: Local, x: Tensor) -> Tensor:
@@ -71,11 +71,27 @@ def _maps_dropped(module: Any, local: Local, x: Tensor) -> Tensor:
         raise local.call.refuse(
             f"reads {x.dim()} dimensions: give it examples, channels, and what it is named after"
         )
-    maps = Box(local.window.spans[:2])
-    shape = (*maps.shape, *(1 for _ in x.shape[2:]))
-    return drop(local, x, module.p, maps, shape) if module.training else x
+    ones = ((0, 1),) * (x.dim() - 2)
+    maps = Box((*local.window.spans[:2], *ones))
+    shape = (*local.call.outputs[0].shape[:2], *(1 for _ in ones))
+    return drop(local, x, module.p, maps, shape, kind=torch.feature_dropout) if module.training else x
 
 
+def _damaged(module: Any, local: Local, x: Tensor) -> Tensor:
+    """Compute a window of a net's `noise` layer."""
+    if not module.training or not module.amount:
+        return x
+    draw = torch.rand if module.kind == "mask" else torch.randn
+    if local.as_one:
+        shape = local.call.outputs[0].shape
+        noise = draw(shape, dtype=x.dtype, device=x.device)[local.window.inside(Box.whole(shape))]
+    else:
+        generator = local.generator(x.device, local.window)
+        noise = draw(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return x * (noise >= module.amount) if module.kind == "mask" else x + module.amount * noise
+
+
+register(Aligned(broadcast, _damaged), Noise)
 register(Aligned(broadcast, _dropped), nn.Dropout)
 register(Aligned(broadcast, _maps_dropped), *_sizes("Dropout"))
 
@@ -84,7 +100,7 @@ register(Aligned(broadcast, _maps_dropped), *_sizes("Dropout"))
 
 @dataclass
 class _Dense(Windowed):
-    """ "model" cuts the outputs; "rows" cuts the inputs along dimension `first`, and the results are parts of sums."""
+    """Dense layer: "model" cuts the outputs, "rows" the inputs along dimension `first`, giving parts of sums."""
 
     first: Callable[[Call], int] = field(default=lambda call: len(call.inputs[0].shape) - 1)
 
@@ -148,7 +164,7 @@ register(
 
 
 class _Flattening(_Dense):
-    """A dense layer that flattens each example first: "rows" cuts channels of images, steps of sequences."""
+    """Dense layer that flattens each example first: "rows" cuts channels of images and steps of sequences."""
 
     def mixes(self, call: Call) -> bool:
         return call.inputs[0].batch != 0

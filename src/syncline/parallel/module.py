@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.errors import RunError, UsageError
+from syncline.nn.layers import Noise
 from syncline.parallel import layer_slicing, recurrent  # noqa: F401 (their rules)
 from syncline.parallel.functions import name_of
 from syncline.parallel.move import Group, Move, joined
@@ -87,7 +88,8 @@ class Partitioned(nn.Module):
     `plan` maps layers, or patterns of their names, to "data", "model", "spatial" or "rows"; layers without parameters
     go on as what they read was cut, others are data-parallel. `example` is an input, or a tuple of several; only shapes
     matter, and other batch sizes may follow. `grid` are rows and columns of processes for "spatial". With `check` the
-    first call compares results and gradients with the whole model's.
+    first call compares results and gradients with the whole model's. Dropout draws by window, from `seed`; with `as_one`
+    it draws what one process would, from torch's generator, which has to be in the same state in every process.
     """
 
     def __init__(
@@ -101,11 +103,13 @@ class Partitioned(nn.Module):
         batch_dim: int = 0,
         seed: int = 0,
         check: bool = False,
+        as_one: bool = False,
     ) -> None:
         super().__init__()
         self.group = group if isinstance(group, Group) else Group(group)
         self.choices = choices_of(plan, model, self.group.size)
         self._grid, self._batch_dim, self._seed, self._step = grid, batch_dim, seed, 0
+        self._as_one = as_one
         self._skeleton = (skeleton(model),)  # in a tuple, so that it is no part of this module
         self._whole = (model,) if check else None
         self._programs: dict[Any, Program] = {}
@@ -208,7 +212,7 @@ class Partitioned(nn.Module):
     # -- computing -----------------------------------------------------------------------------------------
 
     def _program(self, inputs: Inputs) -> Program:
-        (whole,) = self._skeleton
+        whole = self.skeleton
         modes = {name: module.training for name, module in self.named_modules()} if self._programs else {}
         for name, module in whole.named_modules():
             module.training = modes.get(name, module.training)
@@ -240,14 +244,19 @@ class Partitioned(nn.Module):
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """`forward` without a check, as part of the same step."""
-        inputs = Inputs(self._skeleton[0], args, kwargs)
+        inputs = Inputs(self.skeleton, args, kwargs)
         program = self._program(inputs)
         values: dict[str, Any] = {f"placeholder {name}": tensor for name, tensor in inputs.tensors.items()}
         for name, _ in program.inputs:
             kind, _, target = name.partition(" ")
             if kind == "get_attr":
-                values[name] = _found(self, self._skeleton[0], target)
-        return program.run(self, values, seed=self._seed, step=self._step)
+                values[name] = _found(self, self.skeleton, target)
+        return program.run(self, values, seed=self._seed, step=self._step, as_one=self._as_one)
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The whole model with its parameters and buffers on meta."""
+        return self._skeleton[0]
 
 
 def _slices_for(by_layer: Mapping[str, Mapping[str, tuple[Box, ...]]], name: str) -> tuple[Box, ...] | None:
@@ -284,7 +293,7 @@ def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
     if getattr(plan, "group", size) != size:
         raise UsageError(f"the plan is for a group of {plan.group}, this one has {size}")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    counted: set[int] = set()  # what several layers share counts with the first
+    counted: set[int] = set()  # shared parameters count with their first layer
     for name, count in getattr(plan, "layers", {}).items():
         module = modules.get(name.partition("#")[0])
         those = module.parameters() if module is not None else parameters.get(name, ())
@@ -329,7 +338,7 @@ def compare(mine: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None
     whole = copy.deepcopy(model)
     state = {name: tensor.clone() for name, tensor in mine.named_buffers()}
     modes = {name: module.training for name, module in mine.named_modules()}
-    program = mine._program(Inputs(mine._skeleton[0], args, kwargs))
+    program = mine._program(Inputs(mine.skeleton, args, kwargs))
     if any(name_of(step.call.target) == "dropout" for step in program.steps):
         mine.eval()  # in which a function drops nothing
     for name, module in whole.named_modules():
@@ -367,7 +376,7 @@ def _off(ours: Tensor, theirs: Tensor, scale: float) -> float:
 
 
 def _alike(ours: Any, theirs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of two results that have to have one structure, shapes, types and everything that is no tensor."""
+    """Return the tensors of two results. Raise unless structures, shapes, types and plain values agree."""
     (mine, own), (found, other) = flattened("the result", ours), flattened("the result", theirs)
     for at, (one, two) in enumerate(zip(mine, found, strict=False)):
         if _shown(one) != _shown(two):
@@ -380,7 +389,7 @@ def _alike(ours: Any, theirs: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _shown(leaf: Any) -> str:
-    """A tensor's shape and type, a plain value, or an object's type."""
+    """Describe a leaf: shape and type of a tensor, a plain value, or the type of an object."""
     if isinstance(leaf, Tensor):
         return f"a {leaf.dtype} of shape {list(leaf.shape)}"
     return (
@@ -405,6 +414,7 @@ def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor
 @contextlib.contextmanager
 def _nothing_dropped(module: nn.Module) -> Iterator[None]:
     named = [(part, name) for part in module.modules() for name in ("p", "dropout")]
+    named += [(part, "amount") for part in module.modules() if isinstance(part, Noise)]
     given = [(part, name, getattr(part, name, None)) for part, name in named]
     kept = [(part, name, value) for part, name, value in given if isinstance(value, float)]
     for part, name, _ in kept:

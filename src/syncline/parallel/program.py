@@ -239,7 +239,9 @@ class Program:
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def run(self, layers: nn.Module, inputs: Mapping[str, Any], *, seed: int, step: int) -> Any:
+    def run(
+        self, layers: nn.Module, inputs: Mapping[str, Any], *, seed: int, step: int, as_one: bool = False
+    ) -> Any:
         """With the layers of this process, whole inputs by the names of `self.inputs`; everybody's results, whole."""
         held: dict[int, _Held] = {}
         unread = Counter(id(slot) for each in self.steps for slot, _ in each.reads)
@@ -260,6 +262,7 @@ class Program:
                 sums=spread.sums,
                 seed=seed,
                 step=step,
+                as_one=as_one,
             )
             found = each.rule.run(local, *args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]

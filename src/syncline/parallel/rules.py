@@ -96,6 +96,7 @@ class Local:
     sums: bool = False
     seed: int = 0
     step: int = 0
+    as_one: bool = False  # draw the random numbers that one process draws
 
     @property
     def window(self) -> Box:

@@ -42,7 +42,7 @@ class Array:
 
 
 class _Fields:
-    """A dataclass instance that `pytree` looks into; unflattening makes an instance with other values of the fields."""
+    """Dataclass instance that `pytree` flattens; unflattening makes an instance with new field values."""
 
     def __init__(self, record: Any) -> None:
         self.record = record
@@ -74,12 +74,12 @@ def _open(value: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor, or stands for one in a trace."""
+    """Tell tensors, and the proxies that stand for them in a trace, from other values."""
     return isinstance(value, Tensor | fx.Proxy)
 
 
 def flattened(what: str, value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of tuples, lists, mappings and dataclasses. Objects that hide tensors from `pytree` are refused."""
+    """Flatten tuples, lists, mappings and dataclasses. Refuse objects that hide tensors from `pytree`."""
     leaves, spec = pytree.tree_flatten(_open(value))
     for leaf in leaves:
         held = {} if is_array(leaf) or isinstance(leaf, nn.Module | type) else getattr(leaf, "__dict__", {})
@@ -92,7 +92,7 @@ def flattened(what: str, value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 class Inputs:
-    """The arguments of one call of `forward`, defaults included: its tensors by name, and everything else."""
+    """Arguments of one call of `forward`, including defaults: the tensors by name, and all other values."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = type(model).__name__
@@ -112,7 +112,7 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        """The same for calls that differ in the values of their tensors alone."""
+        """Text that is equal for calls that differ only in the values of their tensors."""
 
         def shown(leaf: Any) -> Any:
             return (tuple(leaf.shape), leaf.dtype, leaf.device) if is_array(leaf) else leaf
@@ -120,7 +120,7 @@ class Inputs:
         return str([(spec, [*map(shown, leaves)]) for leaves, spec in self._arguments.values()])
 
     def filled(self, values: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with these values in place of the tensors."""
+        """Return positional and keyword arguments with these values in place of the tensors."""
         left = iter(values)
         arguments = OrderedDict(
             (name, pytree.tree_unflatten([next(left) if is_array(leaf) else leaf for leaf in leaves], spec))
@@ -188,7 +188,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """One placeholder for each tensor of the arguments. What `forward` returns is kept as it is, its arrays are the graph's."""
+        """Make one placeholder for each tensor of the arguments. Keep the structure of the result beside the graph."""
         args, kwargs = self._inputs.filled(
             [self.create_proxy("placeholder", name, (), {}) for name in self._given]
         )
@@ -286,9 +286,9 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph whose nodes have `meta["value"]`, tensors on meta, and `meta["array"]`, an Array for each of them.
+    """Graph with tensors on meta in `meta["value"]` of its nodes, and an Array for each of them in `meta["array"]`.
 
-    The graph's output are the arrays among `leaves`, which with `spec` are what `forward` returns.
+    `leaves` and `spec` are the flattened result of `forward`; the graph's output holds those leaves that are arrays.
     """
 
     graph: fx.Graph

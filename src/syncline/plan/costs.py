@@ -63,7 +63,7 @@ class Singa:
         return self._floats(2 * unit.parameters * copies)
 
     def whole(self, parameter: Tensor) -> Price:
-        """Of a parameter that every process holds."""
+        """Price a parameter that every process holds."""
         return self._floats(2 * parameter.numel() * self._graph.group)
 
     def link(self, link: Link, way: str, other: str) -> Price:
@@ -121,11 +121,11 @@ class Measured:
         return self._updated(size, copies, seconds)
 
     def whole(self, parameter: Tensor) -> Price:
-        """Of a parameter that every process holds."""
+        """Price a parameter that every process holds."""
         return self._updated(parameter.nbytes, True, 0.0)
 
     def _updated(self, size: int, copies: bool, seconds: float) -> Price:
-        """Of so many bytes of parameters in a process, beside these seconds; `copies`: the same in all of them."""
+        """Price the update of `size` bytes of parameters in each process, plus `seconds`. `copies`: all processes hold the same."""
         seats = self._graph.group
         copies = copies and seats > 1
         ring = 2 * size * (seats - 1) / seats if copies else 0.0

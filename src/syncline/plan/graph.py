@@ -30,8 +30,8 @@ class Unit:
     """One layer, or a function that joins arrays. A layer with parameters that is called several times is one unit."""
 
     name: str
-    parameters: int  # those that no unit before it holds too
-    names: frozenset[str] = frozenset()  # of these, in its layer
+    parameters: int  # without those of earlier units
+    names: frozenset[str] = frozenset()  # of these parameters, within the layer
     steps: list[Step] = field(default_factory=list)
     features: int = 0  # numbers of its results, for one example
     work: float = 0.0  # multiplications for the whole batch, or numbers made, whichever is more
@@ -41,7 +41,7 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        """Whether its layer has parameters, those of other layers too."""
+        """True if the unit's layer has parameters, including those it shares with other layers."""
         return holds(self.steps[0].call.module)
 
 
@@ -57,9 +57,9 @@ class Link:
 
 
 class LayerGraph:
-    """Of a model for a batch like the example, over so many processes.
+    """Units and links of a model for a batch like the example, over a group of processes.
 
-    `rest` are parameters that no unit's layer holds, because functions read them or nothing does: every process holds them whole.
+    `rest` holds the parameters of no unit, because functions or nothing reads them: every process holds them whole.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class LayerGraph:
                 )
 
     def settle_shared(self) -> None:
-        """Cut layers that share a parameter by examples, where that is open: other ways mostly need different slices of it."""
+        """Cut layers that share a parameter by examples, unless their choice is given: other choices mostly need different slices."""
         for index in self._shared:
             unit = self.units[index]
             if "data" in unit.ways and len(unit.ways) > 1:

@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def whole(self) -> dict[str, int]:
-        """Parameters that no layer of the plan holds, so that every process has all of them, and their sizes."""
+        """Names and sizes of the parameters that no layer of the plan holds: every process has all of them."""
         return {row.layer: row.parameters for row in self.rows if row.choice == WHOLE}
 
     @property
@@ -187,7 +187,7 @@ def plan(
             _keep(graph, given or {})
             graph.settle_shared()
             cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
-            found.append((cost, replace(best, inputs=_inputs(dealt))))
+            found.append((cost, replace(best, inputs=shapes_of(dealt))))
         except UsageError as error:
             errors.append(error)
     if not found:
@@ -216,7 +216,7 @@ def step_seconds(
     return _cheapest(graph, prices, math.inf, 0, group, "measured")[1].seconds
 
 
-def _inputs(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def shapes_of(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Shapes by name or place, where the model reads tensors only."""
     args, kwargs = arguments_of(example)
     pairs = [*(("", value) for value in args), *kwargs.items()]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from syncline.errors import RunError, UsageError
 from syncline.models import AlexNet, GoogLeNet
 from syncline.nn import StackShape, TiedAutoencoder, build_stacks
+from syncline.nn.layers import Noise
 from syncline.parallel import Box, layer, partition
 from syncline.parallel.move import Group
 from syncline.parallel.rules import RULES
@@ -191,7 +192,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 
 
 class Calling(nn.Module):
-    """Two dense layers and a `forward` of its own."""
+    """Two dense layers; each test case brings the `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ def test_a_check_finds_another_structure() -> None:
 
 
 def outline(value: Any) -> Any:
-    """Types of a structure, shapes of its tensors, and everything else as it is."""
+    """Return the types of a structure, the shapes of its tensors, and all other values."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if is_dataclass(value):
@@ -406,6 +407,18 @@ def test_slices_drop_with_random_numbers_of_their_own(way: str) -> None:
     assert first.unique().tolist() == pytest.approx([0.0, 1 / (0.75 * 0.5)], rel=1e-6)
     assert (first > 0).float().mean() == pytest.approx(0.375, abs=0.06)
     torch.testing.assert_close(gradient, first.sum(0)[:, None].expand(40, 6))
+
+
+@pytest.mark.parametrize("kind", ["mask", "gaussian"])
+def test_a_model_can_drop_what_one_process_would(kind: str) -> None:
+    layers = (Noise(kind, 0.3), nn.Conv2d(3, 4, 1), nn.Dropout(0.4), nn.Dropout2d(0.5), nn.Flatten(1, 2))
+    model = nn.Sequential(*layers, nn.LSTM(8, 6, 2, dropout=0.5, batch_first=True)).double()
+    x = numbers(5, 3, 6, 8)
+    torch.manual_seed(0)
+    expected, _ = model(x)
+    torch.manual_seed(0)
+    found, _ = partition(model, {"1": "spatial", "5": "model"}, x, as_one=True, check=True)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_parts_of_one_map_are_dropped_together() -> None:
@@ -710,7 +723,7 @@ class InPlace(nn.Module):
 
 
 class Hidden:
-    """Tensors that nothing finds."""
+    """Holds a tensor in an attribute."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -722,7 +735,7 @@ class Hiding(nn.Module):
 
 
 class Scoring(nn.GELU):
-    """A layer of torch's kind, to the tracer one, that gives a dataclass."""
+    """A leaf to the tracer that returns a dataclass."""
 
     __module__ = "torch.nn"
 
@@ -731,7 +744,7 @@ class Scoring(nn.GELU):
 
 
 class Other(nn.Module):
-    """Something else where it is traced."""
+    """Returns a list, but a tuple where it is traced."""
 
     def forward(self, x: Tensor) -> Any:
         return (x, x + 1) if isinstance(x, torch.fx.Proxy) else [x, x + 1]

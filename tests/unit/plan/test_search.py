@@ -71,7 +71,7 @@ class Tokens(nn.Module):
 
 
 class Doubled(nn.Linear):
-    """A dense layer with code of its own, which no rule is known for."""
+    """A dense layer that overrides `forward`, so that no rule fits."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
