@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.cluster import Cluster, Compute, Link
 from syncline.errors import LearnerError, NotYetError, UsageError
+from syncline.learn.gradient_ways import Backprop
 from syncline.testing.leftovers import children
 from syncline.train import groups
 
@@ -122,6 +124,88 @@ def test_a_partitioned_model_is_only_looked_at() -> None:
     assert [found[:4] for found in returned] == [(0, 3, 0, 2), (0, 3, 1, 2)]
     whole = sum(p.numel() for p in network().parameters())
     assert all(found[4] and found[5] < whole for found in returned)
+
+
+# -- step hooks ----------------------------------------------------------------------------------------------
+
+Hook = Callable[..., None]
+HOOKS: dict[str, Callable[[torch.optim.Optimizer, Hook], Any]] = {
+    "a hook before": torch.optim.Optimizer.register_step_pre_hook,
+    "a hook after": torch.optim.Optimizer.register_step_post_hook,
+    "a global hook before": lambda _, hook: register_optimizer_step_pre_hook(hook),
+    "a global hook after": lambda _, hook: register_optimizer_step_post_hook(hook),
+}
+
+
+def hooked_loop(session: Any, hook: str | None, halved: bool, rate: float = 0.1) -> Any:
+    """Train with a hook or under a profiler; return the class of the optimizer for each call of the hook."""
+    called: list[str] = []
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        called.append(type(optimizer).__name__)
+        for parameter in mine.parameters() if halved else ():
+            parameter.grad *= 0.5
+
+    mine = sl.partition(network(), example=X[:8]) if session.seats > 1 else network()
+    optimizer = session.optimizer(mine, partial(SGD, lr=rate))
+    under = torch.profiler.profile() if hook == "a profiler" else contextlib.nullcontext()
+    handle = HOOKS[hook](optimizer, note) if hook in HOOKS else None
+    with under:
+        for x, y in session.loader(TensorDataset(X, Y), batch_size=8):
+            optimizer.zero_grad()
+            F.cross_entropy(mine(x), y).backward()
+            optimizer.step()
+    if handle is not None:
+        handle.remove()
+    return called
+
+
+RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "groups": ({"group": 2, "plan": {"4": "model"}}, "SeatOptimizer"),
+    "groups over a tree": ({"group": 2, "plan": {"4": "model"}, "topology": "tree:2"}, "SeatOptimizer"),
+    "tables": ({}, "SharedOptimizer"),
+    "all-reduce": ({"topology": "allreduce"}, "AllReduceOptimizer"),
+    "all-reduce, layer by layer": ({"topology": "allreduce:layerwise"}, "AllReduceOptimizer"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_steps_with_hooks_and_under_a_profiler_are_the_same_steps(run: str) -> None:
+    options, kind = RUNS[run]
+    launched = partial(sl.launch, hooked_loop, learners=2, sync="hardsync", **options)
+    plain = launched(None, False).state_dict()
+    for hook in (*HOOKS, "a profiler"):
+        result = launched(hook, False)
+        torch.testing.assert_close(result.state_dict(), plain, rtol=0, atol=0)
+        assert set(result.returned[0]) <= {kind}
+        assert len(result.returned[0]) == (0 if hook == "a profiler" else 3)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_hook_before_each_step_changes_gradients_once(run: str) -> None:
+    launched = partial(sl.launch, hooked_loop, learners=2, sync="hardsync", **RUNS[run][0])
+    half = launched(None, False, 0.05)
+    for hook in ("a hook before", "a global hook before"):
+        alike(launched(hook, True), half)
+
+
+def hooked_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return unhooked_schedule(optimizer)
+
+
+def unhooked_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_seats_that_update_their_slices_do_so_with_a_hook(learners: int) -> None:
+    results = [
+        trained(group=2, plan={"4": "model"}, learners=learners, schedule=schedule)
+        for schedule in (hooked_schedule, unhooked_schedule)
+    ]
+    hooked, plain = (result.state_dict() for result in results)
+    torch.testing.assert_close(hooked, plain, rtol=0, atol=0)
 
 
 def own_loop(session: Any) -> Any:
@@ -303,7 +387,7 @@ def test_a_simulated_group_is_one_learner_that_takes_a_part_of_the_time(topology
 def test_a_simulated_groups_step_takes_what_its_plan_says(plan: Any) -> None:
     """But for what replicas send to the table, half of it each, which the simulator sends itself."""
     grouped = groups.Grouped(
-        network(), lambda model, batch: model(batch[0]).sum(), TensorDataset(X, Y), None, 8, 1
+        network(), Backprop(lambda model, batch: model(batch[0]).sum()), TensorDataset(X, Y), None, 8, 1
     )
     cluster = groups.simulated(sl.Sim(CARDS), 2, plan, grouped).cluster
     found = groups.cut_over(2, plan, grouped, cluster=CARDS)
@@ -343,7 +427,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plan for another model": ({"group": 2, "plan": FOREIGN}, UsageError, r"the plan is for another model: its layer '0' has 35 parameters, here it has 112"),
     "a plan for another group": ({"group": 3, "plan": FOREIGN}, UsageError, r"the plan is for a group of 2, this one has 3"),
     "a plan that is not there": ({"group": 2, "plan": "no/plan.json"}, UsageError, r"no/plan.json is no plan: .*No such file"),
-    "a regulariser": ({"group": 2, "regulariser": lambda model: model[0].weight.sum()}, UsageError, r"group=2: gradients over seats are made by back-propagation"),
+    "a gradient of one's own": ({"group": 2, "loss": None, "gradient": lambda model, batch: model(batch[0]).sum()}, UsageError, r"group=2: a gradient= of your own does not know"),
     "no whole model": (
         {"group": 2, "loss": None, "objective": lambda model, batch: model[0](batch[0]).sum()}, UsageError, r"the objective has to call model\(...\) as a whole"
     ),
@@ -372,7 +456,8 @@ def test_what_does_not_fit_into_the_memory_is_refused_before_the_start(
     free = {"cpu": 10**9, "cuda:0": 10**9, "cuda:1": 10**9, device: 100_000}
     monkeypatch.setattr(groups, "free_memory", free.get)
     model, data = nn.Sequential(nn.Linear(1000, 32)), TensorDataset(torch.zeros(16, 1000))
-    grouped = groups.Grouped(model, lambda model, batch: model(batch[0]).sum(), data, None, 8, 2)
+    way = Backprop(lambda model, batch: model(batch[0]).sum())
+    grouped = groups.Grouped(model, way, data, None, 8, 2)
     cards = ("cuda:0", "cuda:1") if device != "cpu" else ("cpu",)
     seat, table = 2 * 16 * 1001 * 4 + 8 * 1000 * 4, 5 * 32 * 1001 * 4
     needed = 2 * seat if device != "cpu" else 4 * seat + table

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,15 +50,17 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)
 
 
-def run(dial: str, topology: str, engine: str) -> sl.Result:
+def run(dial: str, topology: str, engine: str, **more: Any) -> sl.Result:
     data = TensorDataset(torch.ones(8, 2), torch.ones(8))
-    chosen = Nodes(2, 1) if engine == "ray" else engine  # with Ray itself: tests/integration/test_ray.py
-    options = {"topology": topology, "engine": chosen, "learners": 2, "batch_size": 2}
+    chosen = (
+        Nodes(2, more.get("group", 1)) if engine == "ray" else engine
+    )  # with Ray itself: tests/integration/test_ray.py
+    options = {"topology": topology, "engine": chosen, "learners": 2, "batch_size": 2, **more}
     if dial == SANDBLASTER:
         method = sl.GradientDescent(lr=0.01)
         return sl.train(nn.Linear(2, 1), data, loss=loss, optimizer=method, sync=dial, steps=2, **options)
     options["epochs"] = 2
-    return sl.train(nn.Linear(2, 1), data, loss=loss, optimizer=sgd, sync=dial, **options)
+    return sl.train(nn.Sequential(nn.Linear(2, 1)), data, loss=loss, optimizer=sgd, sync=dial, **options)
 
 
 def check(result: sl.Result, course: Course) -> None:
@@ -89,6 +92,27 @@ def test_combination(dial: str, topology: str, engine: str, says: str) -> None:
         assert says == "refused"
         with pytest.raises(sl.UsageError):
             run(dial, topology, engine)
+
+
+def with_groups(dial: str, topology: str, engine: str, says: str) -> str:
+    """Return the cell of a combination with groups, by the rule below the page's table."""
+    if dial == SANDBLASTER or topology == "allreduce":
+        return "refused"
+    return "later" if says == "works" and "broadcast" in topology and engine != "sim" else says
+
+
+GROUPED = [(*each, with_groups(*each)) for each in cells() if each[2] != "torchrun"]
+
+
+@pytest.mark.sweep(24)
+@pytest.mark.parametrize("dial, topology, engine, without, says", GROUPED)
+def test_combination_with_groups(dial: str, topology: str, engine: str, without: str, says: str) -> None:
+    if says == "works":
+        check(run(dial, topology, engine, group=2, plan="data"), Course.of(dial))
+        return
+    with pytest.raises(sl.UsageError) as refused:
+        run(dial, topology, engine, group=2, plan="data")
+    assert isinstance(refused.value, NotYetError) == (says == "later")
 
 
 UNDER_TORCHRUN = """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
@@ -16,8 +16,10 @@ from syncline.cli.error_output import told
 from syncline.cli.options import BatchSize, Cluster, Debug, JobFile, Learners, Sets, Wish, load
 from syncline.cluster import Cluster as Machines
 from syncline.errors import UsageError
+from syncline.learn.gradient_ways import Backprop, way_of
 from syncline.learn.loader import reader
 from syncline.plan import plan as cheapest
+from syncline.train.groups import model_inputs
 
 Group = Annotated[
     int | None, typer.Option(metavar="M", help="Processes that hold one model; the best number if not given.")
@@ -55,7 +57,12 @@ def plan(
         if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
             raise UsageError("plan: a stream has no first batch to look at; use sl.plan(model, example, …)")
         batch = reader(data, made["collate"])(torch.arange(min(2, len(data))))  # type: ignore[arg-type]
-        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        model: Any = made["model"] if isinstance(made["model"], nn.Module) else made["model"]()
+        way = way_of(made["gradient"], model, made["loss"], made["objective"])
+        inputs: Any = batch[0] if isinstance(batch, list | tuple) else batch
+        if isinstance(way, Backprop):  # what a run with group= would cut
+            model = way.to_cut(model)
+            inputs = model_inputs(model, way, batch)
 
         def joint(tensor: Tensor) -> Tensor:
             """What the model reads of a joint batch, as shapes."""
@@ -66,7 +73,7 @@ def plan(
         limit = math.inf if memory is None else memory
         seats = group if loaded.group == 1 else loaded.group
         workers = loaded.learners * loaded.group
-        found = cheapest(made["model"], example, machines, seats, workers=workers, memory=limit)
+        found = cheapest(model, example, machines, seats, workers=workers, memory=limit)
         print(found)
         if out is not None:
             found.save(out)

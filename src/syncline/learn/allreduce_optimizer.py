@@ -29,7 +29,7 @@ from syncline.roles.allreduce_coordinator import Copy, Deeper, PeerAccount
 from syncline.roles.checkpoint_manifest import PipelineState, TableState
 from syncline.table.layout import Layout, Tensors
 from syncline.table.nested_optimizers import look
-from syncline.table.optimizer_template import ELEMENTWISE
+from syncline.table.optimizer_template import ELEMENTWISE, bare_step
 
 if TYPE_CHECKING:
     from syncline.learn.allreduce_session import AllReduceSession
@@ -49,6 +49,7 @@ class AllReduceOptimizer(TableOptimizer):
     ) -> None:
         super().__init__(number, inner, tensors)
         self.inner, self.layout, self.state = inner, layout, inner.state
+        self._bare_step = bare_step(inner)
         self.version = 0
         self._session, self._port = session, session.port
         topology, sync = session.topology, session.sync
@@ -173,13 +174,19 @@ class AllReduceOptimizer(TableOptimizer):
             self.hooks.averaged(self)
             self.hooks.applying(self.parameters)
             with self._rates(current):
-                self.inner.step()
+                self._step_inner()
             for parameter, gradient in zip(self.parameters, own, strict=False):
                 parameter.grad = gradient
         self._applied(current)
 
     def _clip(self, limit: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+
+    def _step_inner(self) -> None:
+        """Step the user's optimizer without global hooks: they run once, around the session's optimizer."""
+        inner = self.inner
+        hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        (inner.step if hooked or "step" in vars(inner) else self._bare_step)()
 
     def _rates(self, current: Round) -> contextlib.AbstractContextManager[None]:
         """The options as they were with the gradient (M4), the rate times the dial's factor.
@@ -279,7 +286,7 @@ class AllReduceOptimizer(TableOptimizer):
             group["params"] = part
         try:
             with self._rates(current):
-                self.inner.step()
+                self._step_inner()
         finally:
             for group, parameters in zip(self.param_groups, whole, strict=True):
                 group["params"] = parameters

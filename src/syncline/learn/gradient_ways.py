@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from syncline.dial import nearest
 from syncline.errors import UsageError
 from syncline.nn.energy import CHAINS, Contrastive
 from syncline.nn.net import Net, parts_of
+from syncline.parallel.module import Partitioned
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -60,6 +62,14 @@ class Way(ABC):
         """Refuse a data set to evaluate on, where there is nothing to say about one."""
         return
 
+    def check_seats(self) -> None:
+        """Refuse a model that is cut over the seats of a group."""
+        return
+
+    def to_cut(self, model: nn.Module) -> nn.Module:
+        """Return the module to cut over the seats of a group: the model, or a net as the sum of its losses."""
+        return model
+
 
 class Supervised:
     """A loss of (output, target) as an objective of (model, batch); None: those that a net has as layers."""
@@ -68,7 +78,15 @@ class Supervised:
         self._loss = loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.inside and isinstance(model, Partitioned):
+            total: Tensor = model(**model.skeleton.inputs_of(batch))  # type: ignore[operator]
+            return total
         return self.parts(model, batch)[0]
+
+    @property
+    def inside(self) -> bool:
+        """True if the losses are layers of the net."""
+        return self._loss is None
 
     def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """The loss, and what it is of: output and target."""
@@ -100,6 +118,11 @@ class Backprop(Way):
 
     def test(self, model: nn.Module, batch: Any) -> Tensor:
         return self.objective(model, batch)
+
+    def to_cut(self, model: nn.Module) -> nn.Module:
+        objective = self.objective.objective if isinstance(self.objective, Penalised) else self.objective
+        inside = isinstance(objective, Supervised) and objective.inside
+        return model.with_losses() if inside and isinstance(model, Net) else model
 
 
 class Divergence(Way):
@@ -134,6 +157,12 @@ class Divergence(Way):
             )
         parts_of(model).check_way(self.persistent)
 
+    def check_seats(self) -> None:
+        raise UsageError(
+            f"gradient='{self}' samples from whole layers, of which a seat has slices: seats make gradients by back-propagation; "
+            "use group=1 and more learners"
+        )
+
 
 class Given(Way):
     """The user's own."""
@@ -151,6 +180,12 @@ class Given(Way):
     def check_evaluation(self) -> None:
         raise UsageError(
             "evaluate= with an own gradient= must be a function of the model: there is no loss to test a data set with"
+        )
+
+    def check_seats(self) -> None:
+        raise UsageError(
+            "a gradient= of your own does not know which slices a seat has: seats make gradients by back-propagation; give a loss or "
+            "an objective, or use launch with sl.partition"
         )
 
 
@@ -260,8 +295,58 @@ def _over_weights(model: nn.Module, penalty: Callable[[Tensor], Tensor]) -> Tens
     return torch.stack(found).sum()
 
 
-def penalised(objective: Objective, penalty: Penalty, model: nn.Module, batch: Any) -> Tensor:
-    return objective(model, batch) + penalty(model)
+class Penalised:
+    """Sum of an objective and a penalty of the parameters."""
+
+    def __init__(self, objective: Objective, penalty: Penalty) -> None:
+        self.objective, self._penalty = objective, penalty
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self.objective(model, batch)
+        seats = isinstance(model, Partitioned)
+        return loss + (_over_seats(self._penalty, model) if seats else self._penalty(model))  # type: ignore[arg-type]
+
+
+def _over_seats(penalty: Penalty, model: Partitioned) -> Tensor:
+    """Return the penalty of the whole model.
+
+    Its gradient belongs to this seat: its slices, and an equal share of each parameter that all seats hold.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    group, parts = model.group, model.parts
+    if isinstance(penalty, partial) and penalty.func in SEPARABLE:
+        cut = [p for name, p in named.items() if not parts[name].replicated and p.dim() > 1]
+        both = [p for name, p in named.items() if parts[name].replicated and p.dim() > 1]
+        shares = [(cut, 1.0), (both, 1 / group.size)]
+        own = torch.stack([share * penalty(nn.ParameterList(some)) for some, share in shares if some]).sum()
+        return own + (group.add(own.detach()) - own).detach()
+    tensors = model.gather()
+    whole = [tensors[name].requires_grad_() for name in named]
+    value: Tensor = functional_call(
+        _Call(model.skeleton, penalty), {f"model.{name}": tensor for name, tensor in tensors.items()}, ()
+    )
+    check_scalar(value)
+    own = value.new_zeros(())
+    gradients = torch.autograd.grad(value, whole, allow_unused=True) if value.requires_grad else ()
+    for (name, p), gradient in zip(named.items(), gradients, strict=False):
+        if gradient is not None:
+            share = 1 / group.size if parts[name].replicated else 1.0
+            own = own + share * (p * parts[name].take(group.rank, gradient)).sum()
+    return own + (value - own).detach()
+
+
+class _Call(nn.Module):
+    """Module around a function of a model, since torch.func calls modules."""
+
+    def __init__(self, model: nn.Module, function: Callable[[nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.model, self._function = model, function
+
+    def forward(self) -> Tensor:
+        return self._function(self.model)
+
+
+SEPARABLE = (l1, l2, elastic)  # sums over single weights, so that slices give parts of the sum
 
 
 class Regularised(Way):
@@ -297,5 +382,5 @@ def regularised(way: Way, penalty: Penalty | None) -> Way:
             f"regulariser must be a function of the model that gives a scalar, as partial(l1, weight=1e-5), got {penalty!r}"
         )
     if isinstance(way, Backprop):
-        return Backprop(partial(penalised, way.objective, penalty))
+        return Backprop(Penalised(way.objective, penalty))
     return Regularised(way, penalty)

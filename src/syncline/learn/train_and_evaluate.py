@@ -53,7 +53,7 @@ def run_training(session: Session, plan: Training) -> None:
     way.prepare(model, plan.batch_size)
     model.train()
     if session.seats > 1:
-        model = partition(model, check=plan.check)
+        model = partition(way.to_cut(model), check=plan.check, as_one=True)
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(
         all_on(session.device, plan.data) if plan.on_device else plan.data,

@@ -8,6 +8,7 @@
     ])
     net(images)                        # what the loss is of: the output
     sl.train(net, data, optimizer=…)   # trains the sum of its losses
+    net.with_losses()(data=images, label=labels)  # that sum, as a function of the inputs by their layers' names
 
 Sizes come from a dry run on zeros, layer by layer. A safetensors file has a net's layers beside the tensors: it loads without
 the job that trained it, and no pickle. Not responsible for lines of job files (jobs).
@@ -78,15 +79,47 @@ class Net(nn.Module):
         self.outputs = list(dict.fromkeys(ends))
         needed = leading_to(self.outputs, self._layers)
         self._ways = [layer for layer in self._layers if layer.name in needed]
+        self._sums_losses = False
 
     # -- running -----------------------------------------------------------------------------------------
 
-    def forward(self, first: Any, *others: Any) -> Any:
-        """The output, or the outputs by name; inputs in their order, or one batch of them. Targets are not needed."""
-        whole = not others and isinstance(first, list | tuple | Mapping)
-        values = self._run(self._ways, self._parts_of(first if whole else (first, *others), self._ways))
+    def forward(self, /, *inputs: Any, **named: Any) -> Any:
+        """Return the output, or several by name. Inputs come in their order, by their layers' names, or as one batch.
+
+        Targets are not needed, except by a net that `with_losses` made: it returns the sum of the losses.
+        """
+        layers = self._layers if self._sums_losses else self._ways
+        whole = len(inputs) == 1 and isinstance(inputs[0], list | tuple | Mapping)
+        given = self._named(named) if named else self._parts_of(inputs[0] if whole else inputs, layers)
+        values = self._run(layers, given)
+        if self._sums_losses:
+            return self._total(values)
         found = {name: values[name] for name in self.outputs}
         return found if len(found) > 1 else next(iter(found.values()))
+
+    def with_losses(self) -> Net:
+        """Return a net that shares these layers and returns the sum of the losses from `forward`."""
+        if not self.losses:
+            raise UsageError("this net has no loss layers; give it a loss= or objective=")
+        found = copy.copy(self)
+        found._sums_losses = True
+        return found
+
+    def inputs_of(self, batch: Any) -> dict[str, Any]:
+        """Return the parts of a batch that the input layers take, by the layers' names."""
+        return self._parts_of(batch, self._layers)
+
+    def _named(self, given: dict[str, Any]) -> dict[str, Any]:
+        wanted = {layer.name for layer in self._layers if layer.type.role == "input"}
+        if strange := sorted(given.keys() - wanted):
+            there = ", ".join(sorted(wanted))
+            raise UsageError(
+                f"the net has no input {strange[0]!r}{nearest(strange[0], wanted)}; it has {there}"
+            )
+        return given
+
+    def _total(self, values: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([values[layer.name].reshape(()) for layer in self.losses]).sum()
 
     def objective(self, batch: Any) -> Tensor:
         """The sum of the losses on a batch (input, target, …)."""
@@ -96,8 +129,8 @@ class Net(nn.Module):
         """The sum of the losses; output and target of the first that has a target."""
         if not self.losses:
             raise UsageError("this net has no loss layers; give it a loss= or objective=")
-        values = self._run(self._layers, self._parts_of(batch, self._layers))
-        total = torch.stack([values[layer.name].reshape(()) for layer in self.losses]).sum()
+        values = self._run(self._layers, self.inputs_of(batch))
+        total = self._total(values)
         for layer in self.losses:
             if len(layer.sources) == 2:
                 return total, values[layer.sources[0]], values[layer.sources[1]]
@@ -114,6 +147,8 @@ class Net(nn.Module):
     def _run(self, layers: Sequence[Layer], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for layer in layers:
+            if layer.type.role == "input" and layer.name not in inputs:
+                raise UsageError(f"the net needs its input {layer.name!r} too, got {', '.join(inputs)}")
             given = [inputs[layer.name]] if layer.name in inputs else [values[name] for name in layer.sources]
             values[layer.name] = self._modules[layer.name](*given)  # type: ignore[misc]
         return values
@@ -161,17 +196,15 @@ class Net(nn.Module):
         form = "  ".join(f"{{:{side}{size}}}" for side, size in zip("<<<<>", wide, strict=True))
         return "\n".join(form.format(*line) for line in lines)
 
-    def groups(self) -> list[tuple[float, float, list[nn.Parameter]]]:
-        """(rate multiplier, decay multiplier, parameters) of those that are trained; each parameter in one, its first layer's."""
-        found: dict[tuple[float, float], list[nn.Parameter]] = {}
-        seen: set[int] = set()
-        for layer in self._listed:
-            for name, parameter in self._modules[layer.name].named_parameters():  # type: ignore[union-attr]
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    key = by_parameter(layer.rate, name), by_parameter(layer.decay, name)
-                    found.setdefault(key, []).append(parameter)
-        return [(*key, parameters) for key, parameters in found.items()]
+    def groups(self) -> list[tuple[float, float, list[str]]]:
+        """(rate multiplier, decay multiplier, names of parameters); each parameter is in one, its first layer's."""
+        found: dict[tuple[float, float], list[str]] = {}
+        layers = {layer.name: layer for layer in self._listed}
+        for name, _ in self.named_parameters():
+            path, _, own = name.partition(".")
+            key = by_parameter(layers[path].rate, own), by_parameter(layers[path].decay, own)
+            found.setdefault(key, []).append(name)
+        return [(*key, names) for key, names in found.items()]
 
     # -- making ------------------------------------------------------------------------------------------
 
@@ -297,14 +330,19 @@ def _words(error: BaseException) -> str:
 
 
 def by_layer(model: nn.Module, *, make: Any) -> torch.optim.Optimizer:
-    """An optimizer of a net whose layers have multipliers of rate or decay: `partial(by_layer, make=partial(SGD, lr=0.1))`."""
-    if not isinstance(model, Net):
-        raise UsageError(f"by_layer is for a Net, whose layers have multipliers, got {type(model).__name__}")
-    groups = model.groups()
+    """Make an optimizer with the rate and decay multipliers of a net's layers: `partial(by_layer, make=partial(SGD, lr=0.1))`.
+
+    The model may be a net that is cut over seats: its `skeleton` is the whole net, with parameters of the same names.
+    """
+    net = getattr(model, "skeleton", model)
+    if not isinstance(net, Net):
+        raise UsageError(f"by_layer is for a Net, whose layers have multipliers, got {type(net).__name__}")
+    groups = net.groups()
     if all((rate, decay) == (1.0, 1.0) for rate, decay, _ in groups):
         made: torch.optim.Optimizer = make(model.parameters())
         return made
-    made = make([{"params": parameters} for _, _, parameters in groups])
+    named = dict(model.named_parameters())
+    made = make([{"params": [named[name] for name in names]} for _, _, names in groups])
     for group, (rate, decay, _) in zip(made.param_groups, groups, strict=True):
         if decay != 1.0 and "weight_decay" not in group:
             raise UsageError(f"a layer has decay = {decay}, but {type(made).__name__} has no weight_decay")

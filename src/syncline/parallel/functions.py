@@ -42,7 +42,9 @@ class Aligned(Rule):
             found = [cut_by(call, call.way, array) for array in call.outputs]
             if all(_computable(dims, *each) for each in zip(call.outputs, found, strict=True)):
                 return found
-            raise call.refuse(f"works along a dimension that {call.way!r} cuts: give it another way")
+            if call.way != "data":
+                raise call.refuse(f"works along a dimension that {call.way!r} cuts: give it another way")
+            leader = None
         if leader is not None:
             lead, shape = call.spreads[leader], call.inputs[leader].shape
             kept = [_kept(dims[leader], lead, array) for array in call.outputs]
@@ -395,7 +397,7 @@ class Whole(Rule):
     """Not known: everybody computes all of it from everything."""
 
     def place(self, call: Call) -> list[Spread]:
-        if call.way is not None:
+        if call.way not in (None, "data"):
             raise call.refuse(f"cannot be cut as {call.way!r}: it is not known what it does")
         return [whole(array, call.parts) for array in call.outputs]
 
@@ -404,15 +406,33 @@ def dropped(
     kind: Any, local: Local, x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
 ) -> Tensor:
     """Dropout with random numbers of this window's own."""
-    return drop(local, x, p, local.window) if training else x
+    return drop(local, x, p, local.window, local.call.outputs[0].shape) if training else x
 
 
-def drop(local: Local, x: Tensor, p: float, window: Box, shape: Sequence[int] | None = None) -> Tensor:
+def drop(
+    local: Local,
+    x: Tensor,
+    p: float,
+    window: Box,
+    shape: Sequence[int],
+    *,
+    kind: Callable[..., Tensor] = F.dropout,
+    number: int | None = None,
+) -> Tensor:
+    """Drop places in the `window` of an array of this shape.
+
+    The random numbers are the window's own or, with `as_one`, the window of what torch's `kind` draws for the whole shape.
+    Dimensions of size one are dropped as a whole. `number` distinguishes several calls of one layer.
+    """
     if p == 0:
         return x
     if p >= 1:
         return x * 0.0
-    noise = torch.rand(shape or x.shape, generator=local.generator(x.device, window), device=x.device)
+    if local.as_one:
+        noise = kind(torch.ones(tuple(shape), dtype=x.dtype, device=x.device), p, True)
+        return x * noise[window.inside(Box.whole(tuple(shape)))]
+    key = window if number is None else Box(((number, number + 1),))
+    noise = torch.rand(window.shape, generator=local.generator(x.device, key), device=x.device)
     return x * (noise >= p).to(x.dtype).div_(1 - p)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncline.nn.block_local import BlockLocal2d, BlockLocalDecoder2d, L2Pool2d, LocalContrastNorm2d
-from syncline.parallel.functions import Aligned, Reshape, broadcast, drop, keeping
+from syncline.nn.layers import Dense, Noise
+from syncline.parallel.functions import Aligned, Reshape, broadcast, drop, dropped, keeping
 from syncline.parallel.rules import (
     Call,
     Local,
@@ -60,7 +62,7 @@ register(Aligned(keeping(_softmax_dims)), nn.Softmax, nn.LogSoftmax, nn.Softmin)
 
 
 def _dropped(module: Any, local: Local, x: Tensor) -> Tensor:
-    return drop(local, x, module.p, local.window) if module.training else x
+    return dropped(module, local, x, module.p, module.training)
 
 
 def _maps_dropped(module: Any, local: Local, x: Tensor) -> Tensor:
@@ -69,37 +71,62 @@ def _maps_dropped(module: Any, local: Local, x: Tensor) -> Tensor:
         raise local.call.refuse(
             f"reads {x.dim()} dimensions: give it examples, channels, and what it is named after"
         )
-    maps = Box(local.window.spans[:2])
-    shape = (*maps.shape, *(1 for _ in x.shape[2:]))
-    return drop(local, x, module.p, maps, shape) if module.training else x
+    ones = ((0, 1),) * (x.dim() - 2)
+    maps = Box((*local.window.spans[:2], *ones))
+    shape = (*local.call.outputs[0].shape[:2], *(1 for _ in ones))
+    return drop(local, x, module.p, maps, shape, kind=torch.feature_dropout) if module.training else x
 
 
+def _damaged(module: Any, local: Local, x: Tensor) -> Tensor:
+    """Compute a window of a net's `noise` layer."""
+    if not module.training or not module.amount:
+        return x
+    draw = torch.rand if module.kind == "mask" else torch.randn
+    if local.as_one:
+        shape = local.call.outputs[0].shape
+        noise = draw(shape, dtype=x.dtype, device=x.device)[local.window.inside(Box.whole(shape))]
+    else:
+        generator = local.generator(x.device, local.window)
+        noise = draw(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return x * (noise >= module.amount) if module.kind == "mask" else x + module.amount * noise
+
+
+register(Aligned(broadcast, _damaged), Noise)
 register(Aligned(broadcast, _dropped), nn.Dropout)
 register(Aligned(broadcast, _maps_dropped), *_sizes("Dropout"))
 
 # -- dense layers and embeddings -------------------------------------------------------------------------------
 
 
+@dataclass
 class _Dense(Windowed):
-    """ "model" cuts the outputs; "rows" cuts the inputs, and the results are parts of sums."""
+    """Dense layer: "model" cuts the outputs, "rows" the inputs along dimension `first`, giving parts of sums."""
+
+    first: Callable[[Call], int] = field(default=lambda call: len(call.inputs[0].shape) - 1)
 
     def place(self, call: Call) -> list[Spread]:
         if call.way != "rows":
             return super().place(call)
-        along(call, call.inputs[0], len(call.inputs[0].shape) - 1, way="rows")
+        self._cut_inputs(call)
         return [Spread(whole(call.outputs[0], call.parts).boxes, "rows", sums=True)]
 
     def wants(self, call: Call, outs: Sequence[Spread], rank: int) -> list[Want]:
         return [Want(self._rows(call, rank))] if outs[0].way == "rows" else super().wants(call, outs, rank)
 
+    def _cut_inputs(self, call: Call) -> Spread:
+        return along(call, call.inputs[0], self.first(call), way="rows")
+
     def _rows(self, call: Call, rank: int) -> Box:
-        return along(call, call.inputs[0], len(call.inputs[0].shape) - 1, way="rows").boxes[rank]
+        return self._cut_inputs(call).boxes[rank]
 
     def slices(self, call: Call, outs: Sequence[Spread], rank: int) -> Slices:
         if outs[0].way != "rows":
             return super().slices(call, outs, rank)
         module: Any = call.module
-        span = self._rows(call, rank).spans[-1]
+        dim, shape = self.first(call), call.inputs[0].shape
+        low, high = self._rows(call, rank).spans[dim]
+        each = math.prod(shape[dim + 1 :])
+        span = (low * each, high * each)
         bias = (0, module.out_features if rank == 0 else 0)  # it is added once
         found: Slices = {"weight": (Box(((0, module.out_features), span)),)}
         found |= {"bias": (Box((bias,)),)} if module.bias is not None else {}
@@ -109,7 +136,8 @@ class _Dense(Windowed):
     def run(self, local: Local, *args: Any, **kwargs: Any) -> Any:
         if local.way != "rows":
             return own_code(local, *args)
-        return F.linear(args[0], local.module.weight, local.module.bias if local.group.rank == 0 else None)
+        x = args[0].flatten(self.first(local.call))
+        return F.linear(x, local.module.weight, local.module.bias if local.group.rank == 0 else None)
 
 
 def _sliced(*names: str, at: int, dim: int = 0) -> Callable[[Any, Box], Slices]:
@@ -132,6 +160,25 @@ register(
         last=1,
     ),
     nn.Linear,
+)
+
+
+class _Flattening(_Dense):
+    """Dense layer that flattens each example first: "rows" cuts channels of images and steps of sequences."""
+
+    def mixes(self, call: Call) -> bool:
+        return call.inputs[0].batch != 0
+
+
+register(
+    _Flattening(
+        lambda module, window, shapes: Box((window.spans[0], *((0, size) for size in shapes[0][1:]))),
+        _sliced("weight", "bias", at=-1),
+        ("data", "model", "rows"),
+        dim=-1,
+        first=lambda call: 1,
+    ),
+    Dense,
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from syncline.errors import RunError, UsageError
+from syncline.nn.layers import Noise
 from syncline.parallel import layer_slicing, recurrent  # noqa: F401 (their rules)
 from syncline.parallel.functions import name_of
 from syncline.parallel.move import Group, Move, joined
 from syncline.parallel.program import Program
 from syncline.parallel.rules import rule_of
-from syncline.parallel.trace import skeleton, trace
+from syncline.parallel.trace import Inputs, flattened, skeleton, trace
 from syncline.parallel.windows import Box, Shape
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -89,7 +88,8 @@ class Partitioned(nn.Module):
     `plan` maps layers, or patterns of their names, to "data", "model", "spatial" or "rows"; layers without parameters
     go on as what they read was cut, others are data-parallel. `example` is an input, or a tuple of several; only shapes
     matter, and other batch sizes may follow. `grid` are rows and columns of processes for "spatial". With `check` the
-    first call compares results and gradients with the whole model's.
+    first call compares results and gradients with the whole model's. Dropout draws by window, from `seed`; with `as_one`
+    it draws what one process would, from torch's generator, which has to be in the same state in every process.
     """
 
     def __init__(
@@ -103,17 +103,18 @@ class Partitioned(nn.Module):
         batch_dim: int = 0,
         seed: int = 0,
         check: bool = False,
+        as_one: bool = False,
     ) -> None:
         super().__init__()
         self.group = group if isinstance(group, Group) else Group(group)
         self.choices = choices_of(plan, model, self.group.size)
         self._grid, self._batch_dim, self._seed, self._step = grid, batch_dim, seed, 0
+        self._as_one = as_one
         self._skeleton = (skeleton(model),)  # in a tuple, so that it is no part of this module
         self._whole = (model,) if check else None
-        self._signature = inspect.signature(model.forward)
         self._programs: dict[Any, Program] = {}
         self.training = model.training
-        program = self._program(*arguments_of(example))
+        program = self._program(Inputs(model, *arguments_of(example)))
         program.check_examples()
         self.parts = self._parts_of(model, program)
         self._take_over(model)
@@ -210,16 +211,14 @@ class Partitioned(nn.Module):
 
     # -- computing -----------------------------------------------------------------------------------------
 
-    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        (whole,) = self._skeleton
+    def _program(self, inputs: Inputs) -> Program:
+        whole = self.skeleton
         modes = {name: module.training for name, module in self.named_modules()} if self._programs else {}
         for name, module in whole.named_modules():
             module.training = modes.get(name, module.training)
-        given = (tuple(args), dict(kwargs))
-        shapes = pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype, t.device), given)
-        key = (str(shapes), tuple(module.training for module in whole.modules()))
+        key = (inputs.key, tuple(module.training for module in whole.modules()))
         if key not in self._programs:
-            traced = trace(whole, args, kwargs, leaf=is_layer, batch_dim=self._batch_dim)
+            traced = trace(whole, inputs, leaf=is_layer, batch_dim=self._batch_dim)
             program = Program(traced, whole, self.choices, self.group, self._grid)
             if self._programs:
                 self._check_slices(program)
@@ -245,14 +244,19 @@ class Partitioned(nn.Module):
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """`forward` without a check, as part of the same step."""
-        program = self._program(args, kwargs)
-        bound = self._signature.bind(*args, **kwargs).arguments
-        inputs: dict[str, Any] = {f"placeholder {name}": value for name, value in bound.items()}
+        inputs = Inputs(self.skeleton, args, kwargs)
+        program = self._program(inputs)
+        values: dict[str, Any] = {f"placeholder {name}": tensor for name, tensor in inputs.tensors.items()}
         for name, _ in program.inputs:
             kind, _, target = name.partition(" ")
             if kind == "get_attr":
-                inputs[name] = _found(self, self._skeleton[0], target)
-        return program.run(self, inputs, seed=self._seed, step=self._step)
+                values[name] = _found(self, self.skeleton, target)
+        return program.run(self, values, seed=self._seed, step=self._step, as_one=self._as_one)
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The whole model with its parameters and buffers on meta."""
+        return self._skeleton[0]
 
 
 def _slices_for(by_layer: Mapping[str, Mapping[str, tuple[Box, ...]]], name: str) -> tuple[Box, ...] | None:
@@ -288,10 +292,14 @@ def choices_of(plan: Any, model: nn.Module, size: int) -> dict[str, str]:
     choices = getattr(plan, "choices", plan)
     if getattr(plan, "group", size) != size:
         raise UsageError(f"the plan is for a group of {plan.group}, this one has {size}")
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    counted: set[int] = set()  # shared parameters count with their first layer
     for name, count in getattr(plan, "layers", {}).items():
         module = modules.get(name.partition("#")[0])
-        held = sum(p.numel() for p in module.parameters()) if module is not None else 0
+        those = module.parameters() if module is not None else parameters.get(name, ())
+        new = [p for p in ([those] if isinstance(those, Tensor) else those) if id(p) not in counted]
+        counted.update(map(id, new))
+        held = sum(parameter.numel() for parameter in new)
         if count != held:
             raise UsageError(
                 f"the plan is for another model: its layer {name!r} has {count:,} parameters, here it has {held:,}"
@@ -330,12 +338,13 @@ def compare(mine: Partitioned, model: nn.Module, args: Any, kwargs: Any) -> None
     whole = copy.deepcopy(model)
     state = {name: tensor.clone() for name, tensor in mine.named_buffers()}
     modes = {name: module.training for name, module in mine.named_modules()}
-    if any(name_of(step.call.target) == "dropout" for step in mine._program(args, kwargs).steps):
+    program = mine._program(Inputs(mine.skeleton, args, kwargs))
+    if any(name_of(step.call.target) == "dropout" for step in program.steps):
         mine.eval()  # in which a function drops nothing
     for name, module in whole.named_modules():
         module.training = mine.get_submodule(name).training
     with _nothing_dropped(mine), _nothing_dropped(whole), torch.enable_grad():
-        ours, theirs = _tensors(mine.run(args, kwargs)), _tensors(whole(*args, **kwargs))
+        ours, theirs = _alike(mine.run(args, kwargs), whole(*args, **kwargs))
         gradients, expected = _gradients(mine, ours), _gradients(whole, theirs)
     for name, tensor in mine.named_buffers():
         tensor.copy_(state[name])
@@ -366,8 +375,28 @@ def _off(ours: Tensor, theirs: Tensor, scale: float) -> float:
     return float((ours.to(theirs.device) - theirs).abs().max()) / rounding
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+def _alike(ours: Any, theirs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of two results. Raise unless structures, shapes, types and plain values agree."""
+    (mine, own), (found, other) = flattened("the result", ours), flattened("the result", theirs)
+    for at, (one, two) in enumerate(zip(mine, found, strict=False)):
+        if _shown(one) != _shown(two):
+            words = f"result {at} of the partitioned model is {_shown(one)}, the model's is {_shown(two)}"
+            raise RunError(f"check: {words}")
+    if own != other:
+        words = f"the partitioned model returns {own}, the model {other}"
+        raise RunError(f"check: {' '.join(words.split())}")
+    return [x for x in mine if isinstance(x, Tensor)], [x for x in found if isinstance(x, Tensor)]
+
+
+def _shown(leaf: Any) -> str:
+    """Describe a leaf: shape and type of a tensor, a plain value, or the type of an object."""
+    if isinstance(leaf, Tensor):
+        return f"a {leaf.dtype} of shape {list(leaf.shape)}"
+    return (
+        repr(leaf)
+        if leaf is None or isinstance(leaf, bool | int | float | str)
+        else f"a {type(leaf).__name__}"
+    )
 
 
 def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -385,6 +414,7 @@ def _gradients(module: nn.Module, results: Sequence[Tensor]) -> dict[str, Tensor
 @contextlib.contextmanager
 def _nothing_dropped(module: nn.Module) -> Iterator[None]:
     named = [(part, name) for part in module.modules() for name in ("p", "dropout")]
+    named += [(part, "amount") for part in module.modules() if isinstance(part, Noise)]
     given = [(part, name, getattr(part, name, None)) for part, name in named]
     kept = [(part, name, value) for part, name, value in given if isinstance(value, float)]
     for part, name, _ in kept:

@@ -20,7 +20,7 @@ from syncline.errors import UsageError
 from syncline.parallel.functions import IN_PLACE, VIEWS, function_rule, name_of
 from syncline.parallel.move import Group, Move, Moving
 from syncline.parallel.rules import WAYS, Call, Local, Ref, Rule, Slices, Spread, Want, holds, rule_of, whole
-from syncline.parallel.trace import Array, Traced
+from syncline.parallel.trace import Array, Traced, is_array
 from syncline.parallel.windows import Box, near_square
 
 Windows = tuple[Want, ...]  # by rank
@@ -115,20 +115,23 @@ class Program:
         self._ends: dict[int, Move] = {}  # of the results, by id of their slots
         self._values: dict[fx.Node, Any] = {}  # slots of every node's tensors, in the node's own structure
         for node in traced.graph.nodes:
-            self._add(node, names.get(node, ""))
+            if node.op != "output":
+                self._add(node, names.get(node, ""))
+        (output,) = traced.graph.find_nodes(op="output")
+        arrays = iter(fx.node.map_arg(output.args[0], lambda used: self._values[used]))
+        self.result = [next(arrays) if is_array(leaf) else leaf for leaf in traced.leaves]
+        self._spec = traced.spec
         self._finish_moves()
 
     # -- building ------------------------------------------------------------------------------------------
 
     def _add(self, node: fx.Node, name: str) -> None:
-        if node.op == "output":
-            self.result = fx.node.map_arg(node.args[0], lambda used: self._values[used])
-        elif node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr"):
             found = (leaf for leaf in pytree.tree_leaves(node.meta["array"]) if isinstance(leaf, Array))
             slots = iter([Slot(array, whole(array, self.group.size)) for array in found])
             self._values[node] = pytree.tree_map_only(Tensor, lambda _: next(slots), node.meta["value"])
             if any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(self._values[node])):
-                self.inputs.append((f"{node.op} {str(node.target).lstrip('*')}", self._values[node]))
+                self.inputs.append((f"{node.op} {node.target}", self._values[node]))
         elif (alias := self._structure(node)) is not None:
             self._values[node] = alias[0]
         else:
@@ -236,7 +239,9 @@ class Program:
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def run(self, layers: nn.Module, inputs: Mapping[str, Any], *, seed: int, step: int) -> Any:
+    def run(
+        self, layers: nn.Module, inputs: Mapping[str, Any], *, seed: int, step: int, as_one: bool = False
+    ) -> Any:
         """With the layers of this process, whole inputs by the names of `self.inputs`; everybody's results, whole."""
         held: dict[int, _Held] = {}
         unread = Counter(id(slot) for each in self.steps for slot, _ in each.reads)
@@ -257,6 +262,7 @@ class Program:
                 sums=spread.sums,
                 seed=seed,
                 step=step,
+                as_one=as_one,
             )
             found = each.rule.run(local, *args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
@@ -266,7 +272,8 @@ class Program:
                 if not unread[id(slot)] and id(slot) not in self._ends:
                     held.pop(id(slot), None)
         ends = self._ends
-        return pytree.tree_map_only(Slot, lambda slot: ends[id(slot)](held[id(slot)].own)[0], self.result)
+        leaves = pytree.tree_map_only(Slot, lambda slot: ends[id(slot)](held[id(slot)].own)[0], self.result)
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 class _Held:

@@ -111,7 +111,8 @@ class _Recurrent(_Cell):
             out, x, end = self._layer(local, number, x, hidden[number], cell[number])
             ends.append(end)
             if module.training and number + 1 < layers:
-                x = drop(local, x, module.dropout, Box(((number, number + 1),)))
+                shape = tuple(x.shape)
+                x = drop(local, x, module.dropout, Box.whole(shape), shape, number=number)
         out = out.transpose(0, 1) if module.batch_first else out
         states = tuple(torch.stack(each) for each in zip(*ends, strict=True))
         return out, states if isinstance(module, nn.LSTM) else states[0]

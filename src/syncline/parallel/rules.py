@@ -96,6 +96,7 @@ class Local:
     sums: bool = False
     seed: int = 0
     step: int = 0
+    as_one: bool = False  # draw the random numbers that one process draws
 
     @property
     def window(self) -> Box:
@@ -127,6 +128,10 @@ def model_dim(shape: Shape) -> int:
 
 
 def along(call: Call, array: Array, dim: int, unit: int = 1, way: str = "model") -> Spread:
+    if dim >= len(array.shape):
+        raise call.refuse(
+            f"has results of shape {list(array.shape)}: they have no features that {way!r} could cut"
+        )
     size = array.shape[dim]
     if -(-size // unit) < call.parts:
         raise call.refuse(

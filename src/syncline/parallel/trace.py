@@ -8,11 +8,12 @@ what layers mean: `rules` are.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,101 @@ class Array:
     batch: int | None = None
     unit: int = 1
     dtype: torch.dtype = torch.float32
+
+
+# -- arguments and results as trees of tensors -----------------------------------------------------------------
+
+
+class _Fields:
+    """Dataclass instance that `pytree` flattens; unflattening makes an instance with new field values."""
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+
+
+def _flatten_fields(opened: _Fields) -> tuple[list[Any], type]:
+    names = (field.name for field in dataclasses.fields(opened.record))
+    return [_open(getattr(opened.record, name, None)) for name in names], type(opened.record)
+
+
+def _unflatten_fields(values: Iterable[Any], kind: Any) -> Any:
+    record = kind.__new__(kind)
+    for field, value in zip(dataclasses.fields(kind), values, strict=True):
+        object.__setattr__(record, field.name, value)
+    return record
+
+
+pytree.register_pytree_node(_Fields, _flatten_fields, _unflatten_fields)
+
+
+def _open(value: Any) -> Any:
+    def opened(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        fields = _Fields(leaf)
+        return fields if any(map(is_array, pytree.tree_leaves(fields))) else leaf
+
+    return pytree.tree_map(opened, value)
+
+
+def is_array(value: Any) -> bool:
+    """Tell tensors, and the proxies that stand for them in a trace, from other values."""
+    return isinstance(value, Tensor | fx.Proxy)
+
+
+def flattened(what: str, value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flatten tuples, lists, mappings and dataclasses. Refuse objects that hide tensors from `pytree`."""
+    leaves, spec = pytree.tree_flatten(_open(value))
+    for leaf in leaves:
+        held = {} if is_array(leaf) or isinstance(leaf, nn.Module | type) else getattr(leaf, "__dict__", {})
+        if any(map(is_array, pytree.tree_leaves(list(held.values())))):
+            raise UsageError(
+                f"{what} has a {type(leaf).__name__}, whose tensors cannot be seen: use tensors, tuples, lists, dictionaries or "
+                "dataclasses, or make the type known with torch.utils._pytree.register_pytree_node"
+            )
+    return leaves, spec
+
+
+class Inputs:
+    """Arguments of one call of `forward`, including defaults: the tensors by name, and all other values."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        name = type(model).__name__
+        try:
+            self._bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"the input does not fit {name}.forward: {error}") from error
+        self._bound.apply_defaults()
+        self.tensors: dict[str, Tensor] = {}
+        self._arguments: dict[str, tuple[list[Any], pytree.TreeSpec]] = {}
+        for argument, value in self._bound.arguments.items():
+            leaves, spec = flattened(f"{name}.forward: {argument!r}", value)
+            self._arguments[argument] = leaves, spec
+            found = [leaf for leaf in leaves if is_array(leaf)]
+            names = [argument] if len(found) == 1 else [f"{argument}.{at}" for at in range(len(found))]
+            self.tensors |= zip(names, found, strict=True)
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for calls that differ only in the values of their tensors."""
+
+        def shown(leaf: Any) -> Any:
+            return (tuple(leaf.shape), leaf.dtype, leaf.device) if is_array(leaf) else leaf
+
+        return str([(spec, [*map(shown, leaves)]) for leaves, spec in self._arguments.values()])
+
+    def filled(self, values: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments with these values in place of the tensors."""
+        left = iter(values)
+        arguments = OrderedDict(
+            (name, pytree.tree_unflatten([next(left) if is_array(leaf) else leaf for leaf in leaves], spec))
+            for name, (leaves, spec) in self._arguments.items()
+        )
+        bound = inspect.BoundArguments(self._bound.signature, arguments)
+        return bound.args, bound.kwargs
+
+
+# -- tracing ---------------------------------------------------------------------------------------------------
 
 
 class _Known(fx.Proxy):
@@ -73,15 +169,37 @@ _PLAIN_METHODS = (
 )
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 class _Tracer(fx.Tracer):
     """Computes every node on meta tensors when it is made."""
 
     def __init__(
-        self, leaf: Callable[[nn.Module], bool], inputs: Sequence[Any], device: torch.device
+        self, leaf: Callable[[nn.Module], bool], inputs: Inputs, values: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
-        self._leaf, self._inputs, self.device = leaf, list(inputs), device
+        self._leaf, self._inputs, self._given = leaf, inputs, values
+        self.device = next(iter(inputs.tensors.values())).device
         self._inside, self._thread = False, threading.get_ident()
+        self.result: tuple[list[Any], pytree.TreeSpec] | None = None
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Make one placeholder for each tensor of the arguments. Keep the structure of the result beside the graph."""
+        args, kwargs = self._inputs.filled(
+            [self.create_proxy("placeholder", name, (), {}) for name in self._given]
+        )
+
+        def forward(root: nn.Module) -> tuple[Any, ...]:
+            self.result = flattened(
+                f"what {type(root).__name__}.forward returns", root_fn(root, *args, **kwargs)
+            )
+            return tuple(filter(is_array, self.result[0]))
+
+        return forward, [self.root]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._leaf(m)
@@ -100,14 +218,6 @@ class _Tracer(fx.Tracer):
         """Inside a node that is computed, or in another thread: nothing of that is traced."""
         return self._inside or threading.get_ident() != self._thread
 
-    def create_proxy(self, kind: str, *rest: Any, **more: Any) -> Any:
-        made = super().create_proxy(kind, *rest, **more)
-        if kind == "placeholder":
-            value = made.node.meta["value"]
-            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                return value  # an option of forward, whatever depends on it
-        return made
-
     def create_node(self, kind: str, target: Any, *rest: Any, **more: Any) -> fx.Node:
         node = super().create_node(kind, target, *rest, **more)
         if kind != "output":
@@ -116,11 +226,15 @@ class _Tracer(fx.Tracer):
                 node.meta["value"] = self._value(node)
             finally:
                 self._inside = False
+            if len(_tensors(node.meta["value"])) < len(_tensors(_open(node.meta["value"]))):
+                raise UsageError(
+                    f"{node.op} {node.target} gives a dataclass: between layers use tensors, tuples, lists or dictionaries"
+                )
         return node
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return self._inputs.pop(0)
+            return self._given[str(node.target)]
         if node.op == "get_attr":
             return _on_meta(operator.attrgetter(str(node.target))(self.root))
         args: Any
@@ -172,23 +286,22 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph whose nodes have `meta["value"]`, tensors on meta, and `meta["array"]`, an Array for each of them."""
+    """Graph with tensors on meta in `meta["value"]` of its nodes, and an Array for each of them in `meta["array"]`.
+
+    `leaves` and `spec` are the flattened result of `forward`; the graph's output holds those leaves that are arrays.
+    """
 
     graph: fx.Graph
     batch: int
+    leaves: list[Any]
+    spec: pytree.TreeSpec
 
 
 def trace(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    leaf: Callable[[nn.Module], bool],
-    batch_dim: int = 0,
+    model: nn.Module, inputs: Inputs, *, leaf: Callable[[nn.Module], bool], batch_dim: int = 0
 ) -> Traced:
     """The graph of a `skeleton` for inputs like these."""
-    given = (tuple(args), dict(kwargs))
-    tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+    tensors = inputs.tensors.values()
     batch = next((tensor.shape[batch_dim] for tensor in tensors if tensor.dim() > batch_dim), None)
     if batch is None:
         raise UsageError(
@@ -196,34 +309,29 @@ def trace(
         )
 
     def one_more(tensor: Tensor) -> Tensor:
-        if tensor.dim() <= batch_dim or tensor.shape[batch_dim] != batch:
-            return tensor
-        shape = list(tensor.shape)
-        shape[batch_dim] += 1
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        sizes = list(tensor.shape)
+        if len(sizes) > batch_dim and sizes[batch_dim] == batch:
+            sizes[batch_dim] += 1
+        return torch.empty(sizes, dtype=tensor.dtype, device="meta")
 
     with _one_at_a_time:
-        graph = _traced(model, args, kwargs, leaf)
-        more, named = pytree.tree_map_only(Tensor, one_more, given)
-        other = _traced(model, more, named, leaf)
+        graph, (leaves, spec) = _traced(model, inputs, leaf, _on_meta)
+        other, _ = _traced(model, inputs, leaf, one_more)
     _find_batches(type(model).__name__, graph, other, batch)
-    return Traced(graph, batch)
+    return Traced(graph, batch, leaves, spec)
 
 
 def _traced(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], leaf: Callable[[nn.Module], bool]
-) -> fx.Graph:
+    model: nn.Module,
+    inputs: Inputs,
+    leaf: Callable[[nn.Module], bool],
+    like: Callable[[Tensor], Tensor],
+) -> tuple[fx.Graph, tuple[list[Any], pytree.TreeSpec]]:
     name = type(model).__name__
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise UsageError(f"the example input does not fit {name}.forward: {error}") from error
-    bound.apply_defaults()
-    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    tracer = _Tracer(leaf, [_on_meta(value) for value in bound.arguments.values()], tensors[0].device)
+    tracer = _Tracer(leaf, inputs, {key: like(tensor) for key, tensor in inputs.tensors.items()})
     try:
         with torch.no_grad(), _NoDraws(name):
-            return tracer.trace(model)
+            graph = tracer.trace(model)
     except UsageError:
         raise
     except Exception as error:
@@ -232,6 +340,8 @@ def _traced(
             f"{name} cannot be traced ({type(error).__name__}: {line}): what depends on values, or is no plain tensor code, "
             "has to be a module of its own, made known with layer(...)"
         ) from error
+    assert tracer.result is not None
+    return graph, tracer.result
 
 
 class _NoDraws(TorchDispatchMode):

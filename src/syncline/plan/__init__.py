@@ -1,7 +1,7 @@
 """Plans: which layers of a model are cut by examples, features or image, at the least cost (S3, S4)."""
 
 from syncline.plan.costs import best_group, data_parallel, grouped, measure, model_parallel
-from syncline.plan.search import Plan, plan, step_seconds
+from syncline.plan.search import Plan, plan, shapes_of, step_seconds
 
 __all__ = [
     "Plan",
@@ -11,5 +11,6 @@ __all__ = [
     "measure",
     "model_parallel",
     "plan",
+    "shapes_of",
     "step_seconds",
 ]

@@ -62,6 +62,10 @@ class Singa:
         copies = self._graph.group if way == "data" else 0 if self._local else 1
         return self._floats(2 * unit.parameters * copies)
 
+    def whole(self, parameter: Tensor) -> Price:
+        """Price a parameter that every process holds."""
+        return self._floats(2 * parameter.numel() * self._graph.group)
+
     def link(self, link: Link, way: str, other: str) -> Price:
         """Of the model's result (other is "") nothing moves."""
         apart = other and (way, other) != ("data", "data")
@@ -113,12 +117,20 @@ class Measured:
 
     def unit(self, unit: Unit, way: str) -> Price:
         size, _, copies = self._graph.held(unit, way)
+        seconds = self._seconds.get(unit.name, 0.0) * self._graph.share(unit, way)
+        return self._updated(size, copies, seconds)
+
+    def whole(self, parameter: Tensor) -> Price:
+        """Price a parameter that every process holds."""
+        return self._updated(parameter.nbytes, True, 0.0)
+
+    def _updated(self, size: int, copies: bool, seconds: float) -> Price:
+        """Price the update of `size` bytes of parameters in each process, plus `seconds`. `copies`: all processes hold the same."""
         seats = self._graph.group
         copies = copies and seats > 1
         ring = 2 * size * (seats - 1) / seats if copies else 0.0
         apart = not self._through or (self._local and not copies)
         table = 0.0 if apart else 2 * size / (seats if copies else 1)  # pushed and read, by parts
-        seconds = self._seconds.get(unit.name, 0.0) * self._graph.share(unit, way)
         seconds += _seconds(self._table, table) + _seconds(self._wire, ring, 2 * (seats - 1))
         return Price(seconds, seats * (table + ring), seconds)
 

@@ -21,7 +21,7 @@ from syncline.parallel.module import arguments_of, is_layer
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program, Slot, Step
 from syncline.parallel.rules import Call, Spread, Want, holds, whole
-from syncline.parallel.trace import Array, skeleton, trace
+from syncline.parallel.trace import Array, Inputs, skeleton, trace
 from syncline.parallel.windows import Box, Route, route
 
 
@@ -30,13 +30,19 @@ class Unit:
     """One layer, or a function that joins arrays. A layer with parameters that is called several times is one unit."""
 
     name: str
-    parameters: int
+    parameters: int  # without those of earlier units
+    names: frozenset[str] = frozenset()  # of these parameters, within the layer
     steps: list[Step] = field(default_factory=list)
     features: int = 0  # numbers of its results, for one example
     work: float = 0.0  # multiplications for the whole batch, or numbers made, whichever is more
     beside: int = 0  # bytes of what follows it, for the whole batch
     # how its results lie, by call and result
     ways: dict[str, list[list[Spread]]] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """True if the unit's layer has parameters, including those it shares with other layers."""
+        return holds(self.steps[0].call.module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,10 @@ class Link:
 
 
 class LayerGraph:
-    """Of a model for a batch like the example, over so many processes."""
+    """Units and links of a model for a batch like the example, over a group of processes.
+
+    `rest` holds the parameters of no unit, because functions or nothing reads them: every process holds them whole.
+    """
 
     def __init__(
         self,
@@ -63,7 +72,7 @@ class LayerGraph:
         batch_dim: int = 0,
     ) -> None:
         shapes, (args, kwargs) = skeleton(model), arguments_of(example)
-        traced = trace(shapes, args, kwargs, leaf=is_layer, batch_dim=batch_dim)
+        traced = trace(shapes, Inputs(shapes, args, kwargs), leaf=is_layer, batch_dim=batch_dim)
         self.group, self.batch = group, traced.batch
         planned = Group()
         planned.size = group
@@ -73,6 +82,8 @@ class LayerGraph:
         self._numbers: dict[str, int] = {}  # of units by name
         self._calls: dict[int, tuple[int, int]] = {}  # by id of a step: unit, call
         self.links: list[Link] = []
+        self._holders: dict[int, int] = {}  # the first unit of each parameter, by identity
+        self._shared: set[int] = set()  # units that hold a parameter which another one holds too
         self._wanted: dict[tuple[str, str], list[list[list[Want]]]] = {}
         self._routes: dict[Any, Route] = {}
         for step in program.steps:
@@ -84,13 +95,24 @@ class LayerGraph:
         results = {id(slot): slot for slot in pytree.tree_leaves(program.result) if isinstance(slot, Slot)}
         for slot in results.values():
             self._connect(slot, (-1, 0, 0))
+        self.rest = {
+            name: parameter
+            for name, parameter in shapes.named_parameters()
+            if id(parameter) not in self._holders
+        }
 
     def _add(self, step: Step) -> None:
-        count = sum(p.numel() for p in step.call.module.parameters()) if step.call.module is not None else 0
+        held = dict(step.call.module.named_parameters()) if step.call.module is not None else {}
+        count = sum(parameter.numel() for parameter in held.values())
         name = step.path if step.path is not None and count else step.call.name
         index = self._numbers.setdefault(name, len(self.units))
         if index == len(self.units):
-            self.units.append(Unit(name=name, parameters=count))
+            new = {each: p for each, p in held.items() if id(p) not in self._holders}
+            own = sum(parameter.numel() for parameter in new.values())
+            self.units.append(Unit(name=name, parameters=own, names=frozenset(new)))
+        for parameter in held.values():
+            if (first := self._holders.setdefault(id(parameter), index)) != index:
+                self._shared |= {first, index}
         unit = self.units[index]
         for at, (slot, _) in enumerate(step.reads):
             self._connect(slot, (index, len(unit.steps), at))
@@ -127,10 +149,17 @@ class LayerGraph:
                     unit.ways[way] = found
             if self.batch < self.group and len(unit.ways) > 1:
                 del unit.ways["data"]
-            elif self.batch < self.group and unit.parameters:
+            elif self.batch < self.group and unit.holds:
                 raise UsageError(
                     f"layer {unit.name!r} is cut by examples alone: {self.batch} of them are less than a group of {self.group}"
                 )
+
+    def settle_shared(self) -> None:
+        """Cut layers that share a parameter by examples, unless their choice is given: other choices mostly need different slices."""
+        for index in self._shared:
+            unit = self.units[index]
+            if "data" in unit.ways and len(unit.ways) > 1:
+                unit.ways = {"data": unit.ways["data"]}
 
     # -- what moves ----------------------------------------------------------------------------------------
 
@@ -176,7 +205,7 @@ class LayerGraph:
         """Bytes of parameters and of activations in the fullest process; whether all of them hold all parameters."""
         module, ranks = unit.steps[0].call.module, range(self.group)
         named = list(module.named_parameters()) if module is not None else []
-        sizes = {name: (p.numel(), p.element_size()) for name, p in named}
+        sizes = {name: (p.numel(), p.element_size()) for name, p in named if name in unit.names}
         first, spreads = unit.steps[0], unit.ways[way]
         parameters = [0] * self.group
         for rank in ranks if sizes else ():

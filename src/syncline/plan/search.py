@@ -25,10 +25,15 @@ from syncline.plan.costs import Measured, Price, Singa
 from syncline.plan.graph import LayerGraph
 from syncline.plan.solvers import cheapest
 
+WHOLE = "whole"
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A layer in the way it is cut: bytes that move for it in one step, all processes; seconds; bytes held by each."""
+    """A layer in the way it is cut: bytes that move for it in one step, all processes; seconds; bytes held by each.
+
+    With the choice WHOLE it is a parameter that no layer of the plan holds.
+    """
 
     layer: str
     choice: str
@@ -67,6 +72,11 @@ class Plan:
         return {row.layer: row.parameters for row in self.rows}
 
     @property
+    def whole(self) -> dict[str, int]:
+        """Names and sizes of the parameters that no layer of the plan holds: every process has all of them."""
+        return {row.layer: row.parameters for row in self.rows if row.choice == WHOLE}
+
+    @property
     def bytes(self) -> float:
         return sum(row.bytes for row in self.rows)
 
@@ -90,7 +100,13 @@ class Plan:
         form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<>>>>", widths, strict=True))
         groups = f"{self.workers // self.group} groups" if self.workers > self.group else "a group"
         head = f"{groups} of {self.group}, {self.batch} examples each, costs {self.costs}"
-        return "\n".join([head, *(form.format(*line) for line in lines)])
+        foot = []
+        if whole := self.whole:
+            foot = [
+                f"{sum(whole.values()):,} parameters are read by no layer that the plan knows, and held whole by every process: "
+                f"{', '.join(whole)}"
+            ]
+        return "\n".join([head, *(form.format(*line) for line in lines), *foot])
 
     def save(self, file: Path | str) -> None:
         Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -169,8 +185,9 @@ def plan(
                 prices = Measured(graph, everybody, local_update, cluster, compute)
             graph.find_ways(prices.ways)
             _keep(graph, given or {})
+            graph.settle_shared()
             cost, best = _cheapest(graph, prices, memory, states, everybody, costs)
-            found.append((cost, replace(best, inputs=_inputs(dealt))))
+            found.append((cost, replace(best, inputs=shapes_of(dealt))))
         except UsageError as error:
             errors.append(error)
     if not found:
@@ -194,12 +211,12 @@ def step_seconds(
     names = [unit.name for unit in graph.units]
     named = {key: way for key, way in choices.items() if key in names or set(key) & set("*?[")}
     cut = chosen(named, names, names)
-    rest = {unit.name: "data" for unit in graph.units if unit.parameters and unit.name not in cut}
+    rest = {unit.name: "data" for unit in graph.units if unit.holds and unit.name not in cut}
     _keep(graph, {**cut, **rest})
     return _cheapest(graph, prices, math.inf, 0, group, "measured")[1].seconds
 
 
-def _inputs(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def shapes_of(example: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Shapes by name or place, where the model reads tensors only."""
     args, kwargs = arguments_of(example)
     pairs = [*(("", value) for value in args), *kwargs.items()]
@@ -256,10 +273,13 @@ def _cheapest(
         tables.append([[prices.link(link, way, other) for other in others] for way in ways[link.source[0]]])
         costs_of = [[price.cost for price in row] for row in tables[-1]]
         _add(link.source[0], link.target[0], costs_of, rows, pairs)
-    best = cheapest(rows, pairs, memory, limit)
+    rest = {name: prices.whole(parameter) for name, parameter in graph.rest.items()}
+    beside = {name: float((2 + states) * parameter.nbytes) for name, parameter in graph.rest.items()}
+    best = cheapest(rows, pairs, memory, limit - sum(beside.values()))
     if best is None:
+        least = sum(map(min, memory)) + sum(beside.values())
         raise UsageError(
-            f"plan: a process needs at least {sum(map(min, memory)):,.0f} bytes with {graph.group} in the group, the limit is "
+            f"plan: a process needs at least {least:,.0f} bytes with {graph.group} in the group, the limit is "
             f"{limit:,.0f}: take a larger group, a smaller batch, or an optimizer with fewer states"
         )
     shown = [[own[i][choice]] for i, choice in enumerate(best)]
@@ -272,8 +292,11 @@ def _cheapest(
         way = ways[i][best[i]]
         held = graph.memory(unit, way, states)
         made.append(PlanRow(unit.name, way, unit.parameters, unit.features, moved, seconds, held))
-    cost = sum(price.cost for each in shown for price in each)
     choices = {row.layer: row.choice for row in made}
+    for name, price in rest.items():
+        count = graph.rest[name].numel()
+        made.append(PlanRow(name, WHOLE, count, 0, price.bytes, price.seconds, beside[name]))
+    cost = sum(price.cost for each in (*shown, rest.values()) for price in each)
     return cost, Plan(choices, tuple(made), graph.group, workers, graph.batch, costs)
 
 

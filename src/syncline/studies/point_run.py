@@ -18,7 +18,7 @@ from syncline.engines.local import forkserver
 from syncline.engines.run import EpochRecord
 from syncline.errors import LearnerError, SynclineError, UsageError
 from syncline.jobs import Job
-from syncline.learn.gradient_ways import Backprop, way_of
+from syncline.learn.gradient_ways import way_of
 from syncline.learn.train_and_evaluate import evaluation_of
 from syncline.sim.engine import Sim
 from syncline.sim.timing.run_times import Follow, Timing
@@ -144,8 +144,7 @@ def time_job(job: Job, follow: Follow | None = None) -> Timing:
     model = made["model"] if isinstance(made["model"], nn.Module) else made["model"]()
     if job.group > 1:
         way = way_of(made["gradient"], model, made["loss"], made["objective"])
-        aim = way.objective if isinstance(way, Backprop) else None
-        grouped = Grouped(model, aim, made["data"], made["collate"], job.batch_size, job.learners)
+        grouped = Grouped(way.to_cut(model), way, made["data"], made["collate"], job.batch_size, job.learners)
         check_group(job.group, made["plan"], engine, job.topology)
         engine = simulated(engine, job.group, made["plan"], grouped)
     parameters = [each for each in model.parameters() if each.requires_grad]

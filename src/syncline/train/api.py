@@ -213,7 +213,7 @@ def train(
     if steps is None and epochs is None:
         epochs = 1
     aim = trained.objective if isinstance(trained, Backprop) else None
-    grouped = Grouped(whole, aim if regulariser is None else None, data, collate, each, learners)
+    grouped = Grouped(way.to_cut(whole) if group > 1 else whole, way, data, collate, each, learners)
     training = Training(
         model=sent,
         data=data,

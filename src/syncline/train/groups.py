@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from syncline.cluster import Cluster, Compute
@@ -20,13 +21,15 @@ from syncline.engines.run import Engine
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.rank_and_store import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
+from syncline.learn.batch_to_device import to_device
+from syncline.learn.gradient_ways import Backprop, Supervised, Way
 from syncline.learn.loader import reader
 from syncline.learn.server_session import check_whole
-from syncline.learn.train_and_evaluate import Objective
+from syncline.nn.net import Net
 from syncline.parallel.module import Partitioned, partition
 from syncline.parallel.move import Group
 from syncline.parallel.trace import skeleton
-from syncline.plan import Plan, step_seconds
+from syncline.plan import Plan, shapes_of, step_seconds
 from syncline.plan import plan as cheapest
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
@@ -82,7 +85,7 @@ class Grouped(NamedTuple):
     """What groups train, and what they read."""
 
     model: nn.Module
-    objective: Objective | None
+    way: Way  # without a regulariser
     data: Any
     collate: Any
     batch_size: int
@@ -152,22 +155,22 @@ def cut_over(
     """How `train`'s model is cut over each group; refused here where it cannot be. Without devices no memory is looked at."""
     if group == 1:
         return None
-    if trained.objective is None:
-        raise UsageError(
-            f"group={group}: gradients over seats are made by back-propagation of a loss or an objective, without a regulariser"
-        )
-    example = _model_inputs(trained)
+    try:
+        trained.way.check_seats()
+        example = _example(trained)
+    except UsageError as error:
+        raise UsageError(f"group={group}: {error}") from error
     model, batch_size, learners = trained.model, trained.batch_size, trained.learners
     found = Plan.load(plan) if isinstance(plan, str) and plan.endswith(".json") else plan
     if plan is None or plan == "auto":
-        joint = {name: _as_shape(tensor, batch_size, learners) for name, tensor in example.items()}
+        joint = _times(example, learners)
         found = cheapest(model, joint, cluster, group, workers=group * learners, local_update=local)
     planned = Group()
     planned.size = group
     mine = partition(skeleton(model), found, example, planned)
     if devices:
         check_memory(mine, learners, devices, place)
-    inputs = tuple((name, tuple(t.shape), str(t.dtype).split(".")[1]) for name, t in example.items())
+    inputs = shapes_of(example)
     if isinstance(found, Plan):
         return Plan(found.choices, found.rows, group, group * learners, batch_size, found.costs, inputs)
     choices = dict(found) if isinstance(found, Mapping) else {}
@@ -181,7 +184,7 @@ def simulated(engine: Sim, group: int, plan: Any, trained: Grouped) -> Sim:
     if cut is None:
         return engine
     model, size = trained.model, trained.batch_size
-    batches = ({name: _as_shape(t, size, n) for name, t in cut.example.items()} for n in (1, 2))
+    batches = (_times(cut.example, times) for times in (1, 2))
     once, twice = (step_seconds(model, batch, seats, group, cut.choices) for batch in batches)
     each = min(max(0.0, (twice - once) / size), once / size)
     made = copy.copy(engine)
@@ -191,41 +194,107 @@ def simulated(engine: Sim, group: int, plan: Any, trained: Grouped) -> Sim:
     return made
 
 
-class _Caught(Exception):
-    """What the model was called with."""
+class _Calling(nn.Module):
+    """Module that only calls the model and records the arguments: it has none of the model's attributes."""
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._held, self.called = (model,), list[tuple[tuple[Any, ...], dict[str, Any]]]()
 
-class _Spy(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Caught(args, kwargs)
+        self.called.append((args, kwargs))
+        return self._held[0](*args, **kwargs)
 
 
-def _model_inputs(trained: Grouped) -> Any:
-    """Shapes of a batch as the model gets it, by name."""
-    assert trained.objective is not None
+def _example(trained: Grouped) -> Any:
+    """Return the shapes of a batch that the model is called with, by place or by name."""
     if isinstance(trained.data, IterableDataset):
-        raise UsageError(
-            "group= with a stream: there is no first batch to look at; use launch with sl.partition"
-        )
+        raise UsageError("there is no first batch to look at in a stream; use launch with sl.partition")
     batch = reader(trained.data, trained.collate)(torch.arange(min(trained.batch_size, 2)))
-    try:
-        trained.objective(_Spy(), batch)
-    except _Caught as caught:
-        args, kwargs = caught.args
-    except Exception as error:
+    found = model_inputs(trained.model, trained.way, batch)
+    return pytree.tree_map(lambda tensor: _as_shape(tensor, trained.batch_size), found)
+
+
+def model_inputs(model: nn.Module, way: Way, batch: Any) -> tuple[Tensor, ...] | dict[str, Tensor]:
+    """Return the tensors that the model is called with for a batch, by place or by name."""
+    args, kwargs = _called_with(model, way, batch)
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs)
+    named = bound.kwargs
+    if named and bound.args:
+        kinds = signature.parameters.values()
+        if any(each.kind in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY) for each in kinds):
+            raise UsageError(
+                f"{type(model).__name__}.forward is called with arguments by place and by name, and cannot get them all by "
+                "name; use launch with sl.partition"
+            )
+        named = dict(zip(signature.parameters, bound.args, strict=False)) | named
+    places = [*signature.parameters, *(f"argument {place}" for place in range(len(bound.args)))]
+    pairs = named.items() or zip(places, bound.args, strict=False)
+    if other := [name for name, value in pairs if not isinstance(value, Tensor)]:
         raise UsageError(
-            f"group=: the objective has to call model(...) as a whole: {type(error).__name__}: {error}"
-        ) from error
-    else:
-        raise UsageError("group=: the objective does not call model(...)")
-    bound = inspect.signature(trained.model.forward).bind(*args, **kwargs).arguments
-    if not all(isinstance(value, Tensor) for value in bound.values()):
-        names = ", ".join(name for name, value in bound.items() if not isinstance(value, Tensor))
-        raise UsageError(
-            f"group=: the model reads something else than tensors ({names}); use launch with sl.partition"
+            f"the model reads something else than tensors ({', '.join(other)}); use launch with sl.partition"
         )
-    return {name: _as_shape(value, trained.batch_size, 1) for name, value in bound.items()}
+    return named or bound.args
 
 
-def _as_shape(tensor: Tensor, batch_size: int, times: int) -> Tensor:
-    return torch.empty((batch_size * times, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+def _called_with(model: nn.Module, way: Way, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert isinstance(way, Backprop)
+    if isinstance(way.objective, Supervised) and way.objective.inside:
+        assert isinstance(model, Net)
+        return (), model.inputs_of(batch)
+    calling = _Calling(model)
+    held = to_device(batch, next(model.parameters()).device)
+    try:
+        found = _tried(way.objective, calling, model, held)
+    except Exception as error:
+        if calling.called and _fails(way.objective, model, held):
+            return calling.called[0]  # the same error comes with its traceback from a learner
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"the objective has to call model(...) as a whole: {words}") from error
+    if not calling.called:
+        raise UsageError("the objective does not call model(...)")
+    expected = _tried(way.objective, model, model, held)
+    if not torch.equal(expected, found) and not (expected.isnan() and found.isnan()):
+        raise UsageError(
+            f"the objective is {float(expected):.6g} for the model and {float(found):.6g} for a module that only calls it: it "
+            "looks at the model's type or attributes, of which seats have slices; compute that in forward, or use group=1"
+        )
+    return calling.called[0]
+
+
+def _fails(objective: Any, model: nn.Module, batch: Any) -> bool:
+    try:
+        _tried(objective, model, model, batch)
+    except Exception:  # the user's code runs here
+        return True
+    return False
+
+
+def _tried(objective: Any, called: nn.Module, model: nn.Module, batch: Any) -> Tensor:
+    """Return the objective's value in training mode. Restore modes, buffers and random generators."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            model.train()
+            value: Tensor = objective(called, batch)
+            return torch.as_tensor(value)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _as_shape(tensor: Tensor, batch_size: int) -> Tensor:
+    shape = (batch_size, *tensor.shape[1:]) if tensor.dim() else ()
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _times(example: Any, times: int) -> Any:
+    """Return shapes of `times` batches in one."""
+    return pytree.tree_map(
+        lambda tensor: _as_shape(tensor, tensor.shape[0] * times) if tensor.dim() else tensor, example
+    )

@@ -9,6 +9,8 @@ from typer.testing import CliRunner, Result
 
 import syncline as sl
 from syncline.cli.app import app
+from syncline.jobs import Job
+from syncline.parallel import Group
 from syncline.plan import Plan
 
 JOB = """
@@ -40,6 +42,19 @@ def test_a_jobs_layers_are_drawn_and_kept() -> None:
     assert lines[1].split() == ["layer", "choice", "parameters", "bytes", "seconds", "memory"]
     kept = Plan.load("plan.json")
     assert str(kept) == result.output.rstrip() and kept.group == 2 and kept.workers == 4
+
+
+def test_a_job_of_layers_is_planned_with_all_its_parameters_and_losses() -> None:
+    file = Path(__file__).resolve().parents[3] / "examples" / "jobs" / "layers_digits.toml"
+    result = planned(str(file), "--group", "2", "--out", "plan.json")
+    assert result.exit_code == 0, result.output
+    kept = Plan.load("plan.json")
+    assert sum(row.parameters for row in kept.rows) == 9_930 and not kept.whole
+    assert list(kept.choices) == ["conv1", "pool1", "conv2", "output", "cross_entropy"]
+    job = Job.load(file).build()
+    seats = Group()
+    seats.size = 2
+    assert sl.partition(job["model"].with_losses(), kept, group=seats).choices == kept.choices
 
 
 def test_a_jobs_own_group_is_planned_for() -> None:

@@ -59,6 +59,23 @@ def test_several_inputs_outputs_and_losses() -> None:
     )
 
 
+def test_a_net_as_the_sum_of_its_losses_shares_its_layers() -> None:
+    net = Net(classifier())
+    x, y = torch.rand(2, 4), torch.tensor([0, 2])
+    inputs = net.inputs_of((x, y))
+    summed = net.with_losses()
+    assert torch.equal(summed(**inputs), net.objective((x, y))) and torch.equal(summed(x, y), summed((x, y)))
+    assert [id(p) for p in summed.parameters()] == [id(p) for p in net.parameters()]
+    first, second = inputs
+    assert torch.equal(net(**{first: x}), net(x))
+    with pytest.raises(sl.UsageError, match=rf"the net needs its input '{second}' too, got {first}"):
+        summed(**{first: x})
+    with pytest.raises(sl.UsageError, match=r"the net has no input 'colour'; it has "):
+        net(**{first: x, "colour": y})
+    with pytest.raises(sl.UsageError, match=r"this net has no loss layers"):
+        Net([data(4), {"name": "fc", "type": "dense", "units": 3}]).with_losses()
+
+
 def test_an_order_that_is_not_the_lists() -> None:
     net = Net(
         [

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.nn import BlockLocal2d, L2Pool2d, LocalContrastNorm2d
+from syncline.nn.layers import Dense
 from syncline.parallel import Partitioned, partition
 from syncline.parallel.move import Group
 from tests.unit.parallel.seats import Seats
@@ -140,6 +141,8 @@ def test_layers_of_images_equal_one_process(name: str, way: str, size: int) -> N
 FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
     "linear": (lambda: nn.Linear(7, 9), (5, 7), ("data", "model", "rows")),
     "linear-sequence": (lambda: nn.Linear(7, 9, bias=False), (5, 3, 7), ("data", "model", "rows")),
+    "dense-of-images": (lambda: Dense(6 * 12, 9), (5, 6, 4, 3), ("data", "model", "rows")),
+    "dense-of-sequences": (lambda: Dense(4 * 7, 5, bias=False), (5, 4, 7), ("data", "model", "rows")),
     "layer-norm": (lambda: nn.LayerNorm(7), (5, 3, 7), ("data", "model")),
     "layer-norm-two": (lambda: nn.LayerNorm((3, 7)), (5, 3, 7), ("data", "model")),
     "layer-norm-plain": (lambda: nn.LayerNorm(7, elementwise_affine=False), (5, 7), ("data", "model")),

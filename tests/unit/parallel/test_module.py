@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from syncline.errors import RunError, UsageError
 from syncline.models import AlexNet, GoogLeNet
 from syncline.nn import StackShape, TiedAutoencoder, build_stacks
+from syncline.nn.layers import Noise
 from syncline.parallel import Box, layer, partition
 from syncline.parallel.move import Group
 from syncline.parallel.rules import RULES
@@ -104,6 +107,140 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         {"conv*": "spatial", "blocks.3a.*": "spatial", "blocks.4*.three": "model", "heads.*.hidden": "model", "output": "model"},
     ),
 }  # fmt: skip
+
+
+# -- whatever `forward` takes and returns --------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    values: Any
+    name: str
+    parts: Any = None
+
+
+@dataclass
+class Batch:
+    first: Tensor
+    others: list[Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _one(model: Any, x: Tensor, *more: Tensor) -> Any:
+    return model.a(x)
+
+
+def _sum(model: Any, x: Tensor, *more: Tensor, **named: Tensor) -> Any:
+    return sum((model.a(each) for each in more), model.a(x)) + sum(named.values(), 0)
+
+
+def _optional(
+    model: Any, x: Tensor, *, scale: float = 2.0, sizes: tuple[int, ...] = (1, 2), **named: Any
+) -> Any:
+    return model.a(x) * scale * len(sizes) + named.get("bias", 0)
+
+
+BIAS = numbers(6)
+
+
+def _defaults(
+    model: Any, x: Tensor, bias: Tensor = BIAS, mask: Tensor | None = None, dims: Any = (1, 2)
+) -> Any:
+    return (model.a(x) if mask is None else model.a(x) * mask) + bias, len(dims)
+
+
+def _batch(model: Any, batch: Batch) -> Any:
+    x = model.a(batch.first) * batch.options["scale"]
+    return Scores(x, "scores", Batch(x.tanh(), [model.b(x), *batch.others]))
+
+
+def _structure(model: Any, x: Tensor) -> Any:
+    y = model.a(x)
+    return {
+        "again": [y, (y, x)],
+        "none": None,
+        "n": len(x),
+        "pair": Pair(y.sum(1), model.b(y)),
+        "weight": model.b.bias,
+    }
+
+
+def _parts(model: Any, batch: dict[str, Any]) -> Any:
+    largest = model.a(batch["x"]).max(1)
+    return OrderedDict(chunks=model.a(batch["more"][0]).chunk(2, 1), largest=largest.values)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "no further arguments": (_one, (numbers(4, 5),), {}),
+    "further arguments that are not used": (_one, (numbers(4, 5), numbers(4, 5)), {}),
+    "further arguments": (_sum, (numbers(4, 5), numbers(4, 5, seed=2), numbers(4, 5, seed=3)), {}),
+    "further arguments and names": (_sum, (numbers(4, 5), numbers(4, 5, seed=2)), {"y": numbers(4, 6), "z": numbers(6)}),
+    "keywords alone": (_optional, (numbers(4, 5),), {"scale": 3.0, "bias": numbers(4, 6)}),
+    "keywords left out": (_optional, (numbers(4, 5),), {}),
+    "all by name": (_optional, (), {"x": numbers(4, 5), "sizes": (1, 2, 3)}),
+    "a tensor as default": (_defaults, (numbers(4, 5),), {}),
+    "in place of a default": (_defaults, (numbers(4, 5), numbers(4, 6)), {"mask": numbers(4, 6, seed=2), "dims": {"a": 1}}),
+    "a dataclass in and out": (_batch, (Batch(numbers(4, 5), [numbers(4, 5)], {"scale": 0.5}),), {}),
+    "a structure": (_structure, (numbers(4, 5),), {}),
+    "parts of a batch": (_parts, ({"x": numbers(4, 5), "more": [numbers(4, 5, seed=2)]},), {}),
+}  # fmt: skip
+
+
+class Calling(nn.Module):
+    """Two dense layers; each test case brings the `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.double()
+
+
+@pytest.mark.parametrize("plan", [{"a": "model"}, {"a": "rows"}, {}])
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_takes_and_returns_what_the_plain_model_does(case: str, plan: dict[str, str]) -> None:
+    forward, args, kwargs = CALLS[case]
+    torch.manual_seed(0)
+    model = type("Calling", (Calling,), {"forward": forward})()
+    expected = model(*args, **kwargs)
+
+    def work(group: Group) -> Any:
+        return partition(model, plan, args or kwargs, group, check=True)(*args, **kwargs)
+
+    for found in seats.run(2, work):
+        assert outline(found) == outline(expected)
+        torch.testing.assert_close(tensors_of(found), tensors_of(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_check_finds_another_structure() -> None:
+    mine = partition(Other(), {}, numbers(4, 5), check=True)
+    with pytest.raises(RunError, match=r"check: the partitioned model returns .*tuple.*, the model .*list"):
+        mine(numbers(4, 5))
+
+
+def outline(value: Any) -> Any:
+    """Return the types of a structure, the shapes of its tensors, and all other values."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if is_dataclass(value):
+        return type(value), {each.name: outline(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return type(value), {key: outline(each) for key, each in value.items()}
+    return (type(value), [*map(outline, value)]) if isinstance(value, list | tuple) else value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if is_dataclass(value):
+        return tensors_of([getattr(value, each.name) for each in fields(value)])
+    if isinstance(value, dict | list | tuple):
+        return [
+            x for each in (value.values() if isinstance(value, dict) else value) for x in tensors_of(each)
+        ]
+    return [value] if isinstance(value, Tensor) else []
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -270,6 +407,18 @@ def test_slices_drop_with_random_numbers_of_their_own(way: str) -> None:
     assert first.unique().tolist() == pytest.approx([0.0, 1 / (0.75 * 0.5)], rel=1e-6)
     assert (first > 0).float().mean() == pytest.approx(0.375, abs=0.06)
     torch.testing.assert_close(gradient, first.sum(0)[:, None].expand(40, 6))
+
+
+@pytest.mark.parametrize("kind", ["mask", "gaussian"])
+def test_a_model_can_drop_what_one_process_would(kind: str) -> None:
+    layers = (Noise(kind, 0.3), nn.Conv2d(3, 4, 1), nn.Dropout(0.4), nn.Dropout2d(0.5), nn.Flatten(1, 2))
+    model = nn.Sequential(*layers, nn.LSTM(8, 6, 2, dropout=0.5, batch_first=True)).double()
+    x = numbers(5, 3, 6, 8)
+    torch.manual_seed(0)
+    expected, _ = model(x)
+    torch.manual_seed(0)
+    found, _ = partition(model, {"1": "spatial", "5": "model"}, x, as_one=True, check=True)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_parts_of_one_map_are_dropped_together() -> None:
@@ -573,6 +722,34 @@ class InPlace(nn.Module):
         return y + y.relu_()
 
 
+class Hidden:
+    """Holds a tensor in an attribute."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Hiding(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(x * 2)
+
+
+class Scoring(nn.GELU):
+    """A leaf to the tracer that returns a dataclass."""
+
+    __module__ = "torch.nn"
+
+    def forward(self, x: Tensor) -> Any:
+        return Scores(x, "scores")
+
+
+class Other(nn.Module):
+    """Returns a list, but a tuple where it is traced."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (x, x + 1) if isinstance(x, torch.fx.Proxy) else [x, x + 1]
+
+
 class Everything(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ x.t()
@@ -611,6 +788,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...], str]] = 
     "random functions": (lambda: Through(torch.rand_like), {}, IMAGES, r"'rand_like' \(function\) draws random numbers"),
     "batch norm as a function": (lambda: Through(lambda x: F.batch_norm(x, None, None, training=True)), {}, IMAGES, r"normalises by the examples at hand.*use nn.BatchNorm1d"),
     "in place, but read elsewhere": (InPlace, {}, ROWS, r"'relu_' changes 'mul' in place, which others read too"),
+    "tensors in an object": (Hiding, {}, ROWS, r"what Hiding.forward returns has a Hidden, whose tensors cannot be seen"),
+    "a record between layers": (lambda: nn.Sequential(Scoring(), nn.Identity()), {}, ROWS, r"call_module 0 gives a dataclass: between layers use tensors"),
     "examples against examples": (Everything, {}, ROWS, r"call_function .* mixes examples: its result has shape \[4, 4\] for 4 of them and \[5, 5\] for 5"),
     "another input": (small, {}, (4, 3, 12, 12), r"Sequential cannot be traced \(RuntimeError: "),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from syncline.parallel.module import is_layer
 from syncline.parallel.move import Group
 from syncline.parallel.program import Program, Slot, chosen, layer_names
 from syncline.parallel.rules import Want
-from syncline.parallel.trace import Array, skeleton, trace
+from syncline.parallel.trace import Array, Inputs, skeleton, trace
 from syncline.parallel.windows import Box
 from tests.unit.parallel.calls import lying
 
@@ -75,12 +75,18 @@ def program(plan: dict[str, str], batch: int = 6, size: int = 3, **options: Any)
     group = Group()
     group.size = size
     model = skeleton(Twice())
-    return Program(trace(model, (torch.empty(batch, 6),), {}, leaf=is_layer), model, plan, group, **options)
+    return Program(
+        trace(model, Inputs(model, (torch.empty(batch, 6),), {}), leaf=is_layer),
+        model,
+        plan,
+        group,
+        **options,
+    )
 
 
 def test_layers_are_named_by_path_and_call_and_functions_by_the_graph() -> None:
     model = skeleton(Twice())
-    graph = trace(model, (torch.empty(2, 6),), {}, leaf=is_layer).graph
+    graph = trace(model, Inputs(model, (torch.empty(2, 6),), {}), leaf=is_layer).graph
     assert list(layer_names(graph).values()) == ["first", "relu", "again", "again#2"]
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from syncline.cluster import Cluster, Compute, Link
 from syncline.errors import UsageError
 from syncline.models import AlexNet
-from syncline.parallel import partition
+from syncline.nn.layers import Dense
+from syncline.parallel import Group, partition
 from syncline.plan import Plan, plan
 from tests.unit.plan.planned_networks import BATCH, ETHERNET, Ways, mlp
 
@@ -49,6 +50,64 @@ def test_without_a_group_the_best_size_that_divides_the_workers_is_taken(alexnet
     found = plan(alexnet, BATCH, workers=16)
     totals = {size: plan(alexnet, BATCH, group=size, workers=16).bytes for size in (1, 2, 4, 8, 16)}
     assert found.bytes == min(totals.values()) and found.group == min(totals, key=totals.__getitem__)
+
+
+# -- all parameters ----------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Parameters that functions read, that two layers share, and that nothing reads; a layer that flattens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(3, 6))
+        self.words, self.deep, self.out = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.out.weight, self.own = self.words.weight, Doubled(6, 6)
+        self.unused, self.flat = nn.Linear(2, 2), Dense(18, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.own(self.deep(self.words(tokens) + self.place))
+        return self.flat(x) + torch.special.xlogy(self.out(x).mean((1, 2)).exp(), 2.0)[:, None]
+
+
+class Doubled(nn.Linear):
+    """A dense layer that overrides `forward`, so that no rule fits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("costs", ["singa", "measured"])
+@pytest.mark.parametrize("group", [1, 2, None])
+def test_a_plan_has_all_parameters_or_names_those_of_no_layer(
+    costs: str, group: int | None, tmp_path: Path
+) -> None:
+    model, tokens = Tokens(), torch.zeros(8, 3, dtype=torch.int64)
+    found = plan(model, tokens, ETHERNET, group, workers=4, costs=costs)
+    assert sum(row.parameters for row in found.rows) == sum(p.numel() for p in model.parameters())
+    rest = {"place": 18, "own.weight": 36, "own.bias": 6, "unused.weight": 4, "unused.bias": 2}
+    assert found.whole == rest and rest.keys().isdisjoint(found.choices)
+    foot = str(found).splitlines()[-1]
+    assert foot.startswith("66 parameters are read by no layer") and foot.endswith(", ".join(rest))
+    assert all(row.bytes > 0 and row.memory > 0 for row in found.rows if row.layer in rest)
+    found.save(tmp_path / "plan.json")
+    mine = Group()
+    mine.size = found.group
+    made = partition(model, Plan.load(tmp_path / "plan.json"), tokens, mine)
+    assert all(made.parts[name].replicated for name in rest)
+    model.place = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(UsageError, match=r"its layer 'place' has 18 parameters, here it has 12"):
+        partition(model, found, tokens, mine)
+
+
+def test_parameters_of_no_layer_count_against_the_limit_on_memory() -> None:
+    model, tokens = Tokens(), torch.zeros(8, 3, dtype=torch.int64)
+    least = plan(model, tokens, group=2, memory=1e9).memory
+    smaller = Tokens()
+    smaller.unused = nn.Identity()
+    assert plan(smaller, tokens, group=2, memory=1e9).memory == least - 3 * 4 * 6
+    with pytest.raises(UsageError, match=r"a process needs at least [\d,]+ bytes"):
+        plan(model, tokens, group=2, memory=100)
 
 
 # -- the optimum of whole plans ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from syncline.dial import Course
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.rank_and_store import TorchrunPlace
 from syncline.errors import NotYetError, UsageError
+from syncline.learn.gradient_ways import Backprop, Divergence, Given, Way
 from syncline.plan import Plan
 from syncline.roles.run_plan import RunPlan
 from syncline.sim.engine import Sim
@@ -29,7 +31,7 @@ def whole(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0]).sum()  # type: ignore[no-any-return]
 
 
-GROUPED = groups.Grouped(nn.Sequential(nn.Linear(6, 4)), whole, INPUTS, None, 8, 1)
+GROUPED = groups.Grouped(nn.Sequential(nn.Linear(6, 4)), Backprop(whole), INPUTS, None, 8, 1)
 
 
 def plan(sync: str) -> RunPlan:
@@ -109,7 +111,7 @@ def test_the_cut_says_what_the_model_reads_and_how_large_a_batch_is(tmp_path: Pa
     by_hand = groups.cut_over(2, {"0": "model"}, trained)
     assert by_hand is not None and by_hand.choices == {"0": "model"}
     assert (by_hand.group, by_hand.workers, by_hand.batch) == (2, 2, 8)
-    assert by_hand.inputs == (("input", (8, 6), "float32"),)
+    assert by_hand.inputs == (("", (8, 6), "float32"),)
     three = groups.cut_over(2, "auto", trained._replace(learners=3))
     assert three is not None and set(three.choices) == {"0", "2"} and three.workers == 6
     assert three.inputs == by_hand.inputs  # of one learner
@@ -129,17 +131,30 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"objective": None}, "made by back-propagation of a loss or an objective, without a regulariser"),
+    ({"way": Divergence(2, persistent=True)}, r"group=2: gradient='pcd:2' samples from whole layers"),
+    ({"way": Given(whole)}, "group=2: a gradient= of your own does not know which slices a seat has"),
     ({"data": Stream()}, "there is no first batch to look at"),
-    ({"objective": lambda model, batch: model.weight.sum()}, r"has to call model\(...\) as a whole: AttributeError"),
-    ({"objective": lambda model, batch: batch[0].sum()}, r"does not call model\(...\)"),
-    ({"objective": lambda model, batch: model(batch[0], scale=2)}, r"something else than tensors \(scale\)"),
+    ({"way": lambda model, batch: model.weight.sum()}, r"has to call model\(...\) as a whole: AttributeError"),
+    ({"way": lambda model, batch: batch[0].sum()}, r"does not call model\(...\)"),
+    ({"way": lambda model, batch: model(batch[0], scale=2).sum()}, r"something else than tensors \(scale\)"),
+    ({"way": lambda model, batch: model(batch[0]).sum() + isinstance(model, Scaled)}, r"looks at the model's type or attributes"),
 ])  # fmt: skip
 def test_a_model_is_cut_only_where_a_first_batch_says_what_it_reads(
     changes: dict[str, Any], words: str
 ) -> None:
+    if "way" in changes and not isinstance(changes["way"], Way):
+        changes = {"way": Backprop(changes["way"])}
     with pytest.raises(UsageError, match=words):
         groups.cut_over(2, "data", GROUPED._replace(**{"model": Scaled(6, 2), **changes}))
+
+
+def test_looking_at_the_objective_leaves_the_model_and_random_numbers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()).eval()
+    before, draws = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert groups.cut_over(2, "data", GROUPED._replace(model=model)) is not None
+    assert not model.training and not model[1].training
+    torch.testing.assert_close(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), draws)
 
 
 def test_the_memory_of_a_seat_counts_only_on_this_machine_under_torchrun(
