@@ -6,7 +6,6 @@ What only one command has stands there.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from syncline.engines.checkpoint_options import checkpoints_of
 from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.jobs import Job, JobError, Named
+from syncline.jobs.job import read_table, read_text
 from syncline.jobs.toml import dumps, override, parse_override
 
 JOB = "job.toml"
@@ -119,8 +119,8 @@ def _folder(wish: Wish, file: Path | None) -> list[str]:
     if wish.run_dir is not None:
         return [f"run_dir={_quoted(wish.run_dir)}"]
     table: dict[str, Any] = {}
-    with suppress(OSError, ValueError, RecursionError):  # a file that cannot be read is refused with the job
-        table = tomllib.loads(file.read_bytes().decode("utf-8-sig")) if file else {}
+    with suppress(JobError):  # a file that cannot be read is refused with the job
+        table = read_table(read_text(file), str(file))[0] if file else {}
     for text in wish.sets:
         with suppress(UsageError):
             override(table, *parse_override(text))

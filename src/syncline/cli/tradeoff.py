@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +36,8 @@ from syncline.cli.study_display import Progress, last_words, panel, row_line
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO
 from syncline.errors import RunError, UsageError
-from syncline.jobs import Job, Named
+from syncline.jobs import Job, JobError, Named
+from syncline.jobs.job import read_table, read_text
 from syncline.jobs.toml import parse_override
 from syncline.learn.server_session import check_batches
 from syncline.protocols.lifecycle import Faults
@@ -270,8 +270,8 @@ def _heard(news: News, epochs: int | None, store: StudyStore, progress: Progress
 def _show(folder: Path, rows: Sequence[StudyRow], asked: Sequence[StudyRow], console: Console) -> None:
     """Pictures of all rows; in words those that were asked for."""
     table: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        table = tomllib.loads((folder / JOB).read_text(encoding="utf-8"))
+    with suppress(JobError):
+        table, _ = read_table(read_text(folder / JOB), JOB)
     title, unit = _title(table), "seconds" if _name(table, "engine") == "local" else "virtual seconds"
     try:
         write_whole(folder / PICTURE, picture(rows, title=title, unit=unit))

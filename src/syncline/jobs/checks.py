@@ -27,16 +27,13 @@ from syncline.topologies import parse_topology
 OWN = Role(what="layer type", names={}, given=0)
 
 
-def problems(job: Mapping[str, Any], folder: str | None) -> list[Problem]:
-    """All of them; the job is a value for each key."""
-    layers = job["layers"] if job["model"] is None else ()
-    return [
-        *_contradictions(job),
-        *_dial(job),
-        *_words(job),
-        *_names(job, folder),
-        *_layers(layers, folder),
-    ]
+def problems(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
+    """Yield all problems of a job, given as a value for each key; each is looked for when it is asked for."""
+    yield from _contradictions(job)
+    yield from _dial(job)
+    yield from _words(job)
+    yield from _names(job, folder)
+    yield from _layers(job["layers"] if job["model"] is None else (), folder)
 
 
 def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:
