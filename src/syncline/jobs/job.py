@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from itertools import islice
@@ -43,7 +43,7 @@ class Source:
     def located(self, problem: Problem) -> str:
         """One line: file, line or override, key, what is wrong."""
         path, words = problem
-        shown_path = path[:-1] if path[-1] == "name" else path  # a name may stand for its whole table
+        shown_path = path[:-1] if len(path) > 1 and path[-1] == "name" else path  # a name may stand for its whole table
         layer = path[0] == "layers" and len(path) > 1  # the words name it
         key = "" if layer else f"{'.'.join(shown_path)}: "
         for length in range(len(path), 0, -1):
@@ -185,7 +185,7 @@ class Job:
                 raise JobError([f"--set: {one_line(error)}"]) from error
             origins[path] = " ".join(given.split())
         source = Source(name=name, folder=folder, lines=lines, overrides=origins)
-        values, problems = _read(_evaluate_from_data(table))
+        values, problems = _read(_evaluate_from_data(table), lambda key: checks.elsewhere(key, table, folder))
         source.refuse(problems)
         return cls(**values, source=source)
 
@@ -259,8 +259,10 @@ def _evaluate_from_data(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != "evaluate"}  # what is wrong is data
 
 
-def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Values of the record by key, and what is wrong with single ones."""
+def _read(
+    table: Mapping[str, Any], meant_as: Callable[[str], str] = lambda key: ""
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Values of the record by key, and what is wrong with single ones; `meant_as` is a hint for an unknown key."""
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     meant = set(table)  # keys that are not reported as missing
@@ -268,7 +270,7 @@ def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         if len(problems) > MOST_TOLD:
             break
         if name not in BY_NAME:
-            problems.append(((name,), f"unknown key{nearest(name, BY_NAME)}"))
+            problems.append(((name,), f"unknown key{meant_as(name) or nearest(name, BY_NAME)}"))
             meant |= {key for key in BY_NAME if repr(key) in problems[-1][1]}
         else:
             try:

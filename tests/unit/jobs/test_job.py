@@ -103,6 +103,19 @@ def test_written_and_read_again_it_is_equal(overrides: list[str]) -> None:
     [
         (["learners=0"], "--set learners=0: learners: expected a whole number of at least 1, got 0"),
         (["learnrs=4"], "--set learnrs=4: learnrs: unknown key, did you mean 'learners'?"),
+        (["lr=0.1"], "--set lr=0.1: lr: unknown key, did you mean 'optimizer.lr'?"),
+        (["momentum=0.9"], "--set momentum=0.9: momentum: unknown key, did you mean 'optimizer.momentum'?"),
+        (["optimizer=sgd", "lr=1"], "--set lr=1: lr: unknown key, did you mean 'optimizer.lr'?"),
+        (
+            ["evaluate.split=test", "split=train"],
+            "--set split=train: split: unknown key, did you mean 'data.split' or 'evaluate.split'?",
+        ),
+        (["name=1"], "--set name=1: name: unknown key, did you mean 'model.name' or 'data.name' or"),
+        (["pi=3", "loss=math:pi"], "--set pi=3: pi: unknown key"),
+        (
+            ["model=", "layers=[{name='fc', units=3}]", "units=5"],
+            "--set units=5: units: unknown key, did you mean 'layers.fc.units'?",
+        ),
         (
             ["model.name=mpl"],
             "--set model.name=mpl: model: no model is called 'mpl', did you mean 'mlp'?; "
@@ -125,6 +138,7 @@ def test_overrides_are_named(overrides: list[str], message: str) -> None:
     [
         ("learners = 2", "learners = -2", "job:1: learners: expected a whole number of at least 1, got -2"),
         ("learners = 2", "learners = true", "job:1: learners: expected a whole number of at least 1, got True"),
+        ("learners = 2", "lr = 0.2", "job:1: lr: unknown key, did you mean 'optimizer.lr'?"),
         ("learners = 2", "lerners = 2", "job:1: lerners: unknown key, did you mean 'learners'?"),
         ("[model]", "[modell]", "job:5: modell: unknown key, did you mean 'model'?"),
         ("steps = 3", "steps = 3\nepochs = 2", "job:3: steps: give either epochs or steps, got epochs = 2 and steps = 3"),
