@@ -12,7 +12,19 @@ from rich.table import Table
 
 from syncline.cli.display import comparison, panel, write_plot
 from syncline.cli.error_output import told, warn_shortly, write_all_letters
-from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where, Wish, load
+from syncline.cli.options import (
+    BatchSize,
+    Debug,
+    Epochs,
+    Learners,
+    RunDir,
+    Seed,
+    Sets,
+    Steps,
+    Where,
+    Wish,
+    load,
+)
 from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
 from syncline.cli.plan import plan
 from syncline.cli.simulate import simulate
@@ -90,6 +102,7 @@ def train(
     learners: Learners = None,
     batch_size: BatchSize = None,
     epochs: Epochs = None,
+    steps: Steps = None,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, or several: cuda:0,cuda:1.")
     ] = None,
@@ -124,6 +137,7 @@ def train(
         "learners": learners,
         "batch_size": batch_size,
         "epochs": epochs,
+        "steps": steps,
         "device": device.split(",") if device and "," in device else device,
         "seed": seed,
     }

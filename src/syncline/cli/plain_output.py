@@ -134,7 +134,9 @@ def account(total: LearnerTimes) -> list[tuple[str, str]]:
 
 def how(record: RunRecord) -> str:
     """How it stands: finished after …, running since …"""
-    done = f"{counted(len(record.epochs), record.word)} in {lasted(record)}"
+    by_updates = record.word == "epoch" and record.options.get("steps")
+    ended = (record.last.get("version") or 0, "update") if by_updates else (len(record.epochs), record.word)
+    done = f"{counted(*ended)} in {lasted(record)}"
     if record.state == "failed":
         return f"failed after {done}: {(record.end or {}).get('error', '')}"
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"

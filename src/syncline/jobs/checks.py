@@ -46,7 +46,9 @@ def elsewhere(key: str, table: Mapping[str, Any], folder: str | None) -> str:
         if isinstance(value, list):  # tables that are meant by their names
             named = [each for each in value if isinstance(each, dict) and isinstance(each.get("name"), str)]
             found += [f"{section}.{each['name']}.{key}" for each in named if key in each]
-        elif key in (value if isinstance(value, dict) else ()) or key in _arguments(section, value, folder):
+        elif (isinstance(value, dict) and key in value) or (
+            section in NAMES and key in _arguments(section, value, folder)
+        ):
             found.append(f"{section}.{key}")
     shown_names = [repr(name) for name in found[:MOST_MEANT]] + ["…"] * (len(found) > MOST_MEANT)
     return f", did you mean {' or '.join(shown_names)}?" if found else ""
@@ -55,7 +57,7 @@ def elsewhere(key: str, table: Mapping[str, Any], folder: str | None) -> str:
 def _arguments(section: str, value: Any, folder: str | None) -> Sequence[str]:
     """Return the arguments that a file may give to what a section names."""
     name = value.get("name") if isinstance(value, dict) else value
-    if section in NAMES and isinstance(name, str):
+    if isinstance(name, str):
         with suppress(UsageError, TypeError, ValueError):  # a wrong name, or a callable without a signature
             role = NAMES[section]
             return [*inspect.signature(resolve(name, role, folder)).parameters][role.given :]

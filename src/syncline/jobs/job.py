@@ -43,7 +43,9 @@ class Source:
     def located(self, problem: Problem) -> str:
         """One line: file, line or override, key, what is wrong."""
         path, words = problem
-        shown_path = path[:-1] if len(path) > 1 and path[-1] == "name" else path  # a name may stand for its whole table
+        shown_path = (
+            path[:-1] if len(path) > 1 and path[-1] == "name" else path
+        )  # a name may stand for its whole table
         layer = path[0] == "layers" and len(path) > 1  # the words name it
         key = "" if layer else f"{'.'.join(shown_path)}: "
         for length in range(len(path), 0, -1):

@@ -63,6 +63,19 @@ def test_help_is_good_reading() -> None:
     assert syncline("--version").output.startswith("syncline ")
 
 
+@pytest.mark.parametrize("file", [[], ["job.toml"]], ids=["built-in", "file"])
+def test_steps_alone_replace_the_job_s_epochs(file: list[str]) -> None:
+    Path("job.toml").write_text(JOB)
+    options = ["--steps", "7", "--learners", "2", "--set", "engine.name=sim", "--run-dir", "out"]
+    result = syncline("train", *file, *options)
+    assert result.exit_code == 0, result.output
+    assert "finished: 7 updates in" in result.output and "epoch 1/" not in result.output
+    job = Path("out/job.toml").read_text()
+    assert "steps = 7" in job and "epochs" not in job
+    both = syncline("train", *file, *options, "--epochs", "2")
+    assert both.exit_code == 2 and "give either epochs or steps, got epochs = 2 and steps = 7" in both.output
+
+
 def test_presets_come_from_the_dial() -> None:
     output = syncline("presets").output
     for preset in PRESETS:
