@@ -21,6 +21,7 @@ from syncline.report import svg_plots as svg
 from syncline.report.event_lines import write_whole
 from syncline.report.html_page import measure
 from syncline.report.run_record import GONE, Line, RunRecord, learners_of
+from syncline.terminal import visible
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
 MOST_LEARNERS, MOST_EVENTS = 16, 4
@@ -96,7 +97,7 @@ def _numbers(record: RunRecord) -> Text:
     else:
         pairs.append(("examples/s", f"{record.throughput:,.0f}"))
     for name, value in pairs:
-        text.append(f"{name} ", style="grey50")
+        text.append(visible(f"{name} "), style="grey50")
         text.append(f"{value}   ", style="bold")
     return text
 
@@ -189,7 +190,7 @@ def comparison(records: Sequence[RunRecord]) -> Table:
         pick = max if name.endswith("accuracy") else min
         best = pick(last, key=lambda number: last[number]) if len(last) > 1 else None
         cells = [last_and_best(record, name) for record in records]
-        table.add_row(name, *(f"[green]{c}[/]" if n == best else c for n, c in enumerate(cells)))
+        table.add_row(name, *(Text(c, style="green" if n == best else "") for n, c in enumerate(cells)))
     return table
 
 

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.report.html_page import measure
 from syncline.report.run_record import Line, RunRecord
+from syncline.terminal import visible
 
 
-def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """Uncut, whatever the width: it may be there to be copied."""
-    console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+def print_line(console: Console, text: str, style: str | None = None, *, lines: bool = False) -> None:
+    """Print one line, or several with `lines`, uncut whatever the width: it may be there to be copied."""
+    shown = Text(visible(text, lines=lines))
+    console.print(shown, style=style, soft_wrap=True, highlight=False)
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
@@ -71,11 +74,11 @@ def epoch_line(record: RunRecord, epoch: Line) -> str:
 
 
 def event_line(event: Line) -> str:
-    """One line: when, who, what."""
+    """Return one visible line: when, who, what."""
     who = f"learner {event['rank']}: " if event.get("rank") is not None else ""
     lines = str(event.get("what") or event.get("event") or "").strip().splitlines() or [""]
     what = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}"
-    return f"{event['seconds']:.1f} s  {who}{what}"
+    return visible(f"{event['seconds']:.1f} s  {who}{what}")
 
 
 def duration(seconds: float) -> str:

@@ -18,6 +18,7 @@ from syncline.cluster import Cluster as Machines
 from syncline.errors import UsageError
 from syncline.learn.loader import reader
 from syncline.plan import plan as cheapest
+from syncline.terminal import visible
 
 Group = Annotated[
     int | None, typer.Option(metavar="M", help="Processes that hold one model; the best number if not given.")
@@ -67,6 +68,6 @@ def plan(
         seats = group if loaded.group == 1 else loaded.group
         workers = loaded.learners * loaded.group
         found = cheapest(made["model"], example, machines, seats, workers=workers, memory=limit)
-        print(found)
+        print(visible(str(found), lines=True))
         if out is not None:
             found.save(out)

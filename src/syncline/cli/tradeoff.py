@@ -48,6 +48,7 @@ from syncline.studies.picture import page, picture
 from syncline.studies.point_run import work_on_points
 from syncline.studies.store import JOB, LOG, VARIED, StudyStore, left, read_rows
 from syncline.studies.worker_pool import News, Pool
+from syncline.terminal import Terminal
 from syncline.topologies import parse_topology
 
 PICTURE, PAGE = "tradeoff.svg", "tradeoff.html"
@@ -96,9 +97,9 @@ def tradeoff(
     [bold]syncline tradeoff job.toml --learners 1,30 --batch-size 4,128[/]       the corners of it
     [bold]syncline tradeoff --plot runs/tradeoff-digits[/]                       draw again
     """
-    console = Console()
+    console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=120)  # in a file or a pipe there is room for the tables
+        console = Terminal(width=120)  # in a file or a pipe there is room for the tables
     with told(debug):
         if plot is not None:
             rows = read_rows(plot)

@@ -17,6 +17,7 @@ from typing import Any
 from syncline.dial import SANDBLASTER
 from syncline.errors import UsageError
 from syncline.report.event_lines import EVENTS, read_lines
+from syncline.terminal import visible
 
 MOST_SAMPLES = 2000  # beyond, every second one goes
 # Events that are no faults: changes, and what is only said.
@@ -88,7 +89,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        return self.path.name or str(self.path)
+        return visible(self.path.name or str(self.path))
 
     @property
     def state(self) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from xml.etree import ElementTree
 
+from syncline.terminal import visible
+
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 INK, FAINT, RULE, FAULT = "#1f2937", "#6b7280", "#e5e7eb", "#b91c1c"
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
@@ -322,7 +324,7 @@ def _frame(title: str, size: Size, parts: Sequence[str]) -> str:
 
 def _svg(size: Size, content: str, more: str = "") -> str:
     box = f"viewBox='0 0 {size[0]} {size[1]}' width='{size[0]}' height='{size[1]}'"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {box}{more}>{content}</svg>"
+    return visible(f"<svg xmlns='http://www.w3.org/2000/svg' {box}{more}>{content}</svg>", lines=True)
 
 
 def _title(words: str) -> str:
