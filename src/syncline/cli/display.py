@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def _remaining(record: RunRecord) -> str:
 
 def _numbers(record: RunRecord) -> Text:
     text = Text()
-    losses = [each["loss"] for each in learners_of(record.last) if isinstance(each.get("loss"), float)]
+    losses = [each["loss"] for each in learners_of(record.last) if each["loss"] is not None]
     epochs = record.metric("loss")
     shown = epochs[-1][2] if epochs else sum(losses) / len(losses) if losses else None
     pairs = [("loss", f"{shown:.4f}" if shown is not None else "–")]
@@ -139,7 +140,7 @@ def _learners(record: RunRecord) -> RenderableType:
             str(each["rank"]),
             f"{rates.get(each['rank'], 0.0):.1f}/s" if alive else "–",
             str(furthest - (each.get("steps") or 0)) if alive else "–",
-            f"{each['loss']:.4f}" if isinstance(each.get("loss"), int | float) else "–",
+            f"{each['loss']:.4f}" if each["loss"] is not None else "–",
             Text(words, style=style),
         )
     if len(rows) > MOST_LEARNERS:
@@ -188,7 +189,8 @@ def comparison(records: Sequence[RunRecord]) -> Table:
     for name in dict.fromkeys(name for record in records for name in reversed(record.metrics)):
         last = {n: points[-1][2] for n, each in enumerate(records) if (points := each.metric(name))}
         pick = max if name.endswith("accuracy") else min
-        best = pick(last, key=lambda number: last[number]) if len(last) > 1 else None
+        finite = [number for number in last if math.isfinite(last[number])]
+        best = pick(finite, key=lambda number: last[number], default=None) if len(last) > 1 else None
         cells = [last_and_best(record, name) for record in records]
         table.add_row(name, *(Text(c, style="green" if n == best else "") for n, c in enumerate(cells)))
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -61,13 +62,11 @@ def epoch_line(record: RunRecord, epoch: Line) -> str:
     """One line of plain output."""
     key = "epochs" if record.word == "epoch" else "steps"
     total = f"/{record.options[key]}" if record.options.get(key) else ""
-    loss = epoch.get("loss")
     parts = [f"{record.word} {epoch['epoch'] + 1}{total}"]
     parts += [f"version {epoch.get('version')}"] if record.word == "epoch" else []
-    parts.append(f"loss {loss:.4f}" if loss is not None else "loss not finite")
-    for name, value in (epoch.get("metrics") or {}).items():
-        parts.append(f"test {name} {measure(name, value) if value is not None else 'not finite'}")
-    parts += [f"{name} {value:.3g}" for name, value in (epoch.get("notes") or {}).items()]
+    parts.append(f"loss {epoch['loss']:.4f}")
+    parts += [f"test {name} {measure(name, value)}" for name, value in epoch["metrics"].items()]
+    parts += [f"{name} {value:.3g}" for name, value in epoch["notes"].items()]
     if record.word == "epoch" and (mean := record.staleness.get("mean")) is not None:
         parts.append(f"staleness {mean:.2f}")
     return "  ".join([*parts, f"{epoch['seconds']:.1f} s"])
@@ -101,9 +100,10 @@ def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
     if not points:
         return "–"
     pick = max if name.endswith("accuracy") else min
-    best = pick(points, key=lambda point: point[2])
+    finite = [point for point in points if math.isfinite(point[2])]
+    best = pick(finite, key=lambda point: point[2], default=points[-1])
     shown = measure(name, points[-1][2])
-    if short or best[2] == points[-1][2]:
+    if short or best == points[-1] or best[2] == points[-1][2]:
         return shown
     return f"{shown} (best {measure(name, best[2])} after {record.word} {best[0]:.0f})"
 

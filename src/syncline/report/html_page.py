@@ -177,13 +177,10 @@ def _epochs(record: RunRecord) -> str:
     notes = [name for name in NOTES if record.noted(name)]
     rows = []
     for each in record.epochs:
-        loss = each.get("loss")
-        values = [each.get("metrics", {}).get(name) for name in names]
-        cells = [measure(n, v) if v is not None else "–" for n, v in zip(names, values, strict=True)]
-        said = [f"{each.get('notes', {}).get(name, float('nan')):.4g}" for name in notes]
-        training = f"{loss:.4g}" if loss is not None else "not finite"
+        cells = [measure(name, each["metrics"][name]) if name in each["metrics"] else "–" for name in names]
+        noted = [f"{each['notes'][name]:.4g}" if name in each["notes"] else "–" for name in notes]
         place = [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}"]
-        rows.append([*place, training, *said, *cells])
+        rows.append([*place, f"{each['loss']:.4g}", *noted, *cells])
     head = [record.word, "version", _seconds(record), "training loss", *notes, *record.metrics]
     return table(head, rows)
 
@@ -192,7 +189,7 @@ def _learners(record: RunRecord) -> str:
     rates = record.learner_rates(window=float("inf"))
     rows = []
     for each in learners_of(record.last):
-        loss = f"{each['loss']:.4g}" if each.get("loss") is not None else "–"
+        loss = f"{each['loss']:.4g}" if each["loss"] is not None else "–"
         rate = f"{rates.get(each['rank'], 0.0):.1f}"
         rows.append([str(each["rank"]), str(each.get("state")), str(each.get("steps")), rate, loss])
     return table(["learner", "at the end", "gradients", "gradients/s", "last loss"], rows)
@@ -200,7 +197,7 @@ def _learners(record: RunRecord) -> str:
 
 def _event_words(event: Line) -> str:
     who = f"learner {event['rank']} " if event.get("rank") is not None else ""
-    lines = str(event.get("what") or "").strip().splitlines() or [event.get("event")]
+    lines = str(event.get("what") or "").strip().splitlines() or [str(event.get("event"))]
     return f"{who}{lines[0]}"
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from syncline.cli.app import app
+from syncline.cli.plain_output import epoch_line
 from syncline.dial import PRESETS
+from syncline.report.event_lines import plain
+from syncline.report.html_page import page
+from syncline.report.run_record import read_run
 from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, start, statistics, whole
 
 JOB = """
@@ -225,3 +235,65 @@ def test_simulated_and_real_runs_are_told_apart(tmp_path: Path) -> None:
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "syncline", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("syncline ")
+
+
+# -- numbers that are not finite -----------------------------------------------------------------------------------
+
+NUMBERS = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 10**400, 0])
+
+
+def run_with(values: list[float], sync: str) -> list[dict[str, Any]]:
+    """Return a run of epochs or of iterations whose numbers are these, in turn."""
+    draw = cycle(values).__next__
+    lines = []
+    for line in [start(run={**OPTIONS, "sync": sync, "epochs": None, "steps": 30}), *whole()[1:]]:
+        if line["kind"] == "epoch":
+            names = ("loss", "accuracy", "rate")
+            line |= {"loss": draw(), "losses": {"0": draw()}, "metrics": {name: draw() for name in names}}
+            line["notes"] = {"step": draw(), "gradient": draw()}
+        elif line["kind"] in ("statistics", "end"):
+            staleness = {**line["staleness"], "mean": draw()}
+            line |= {
+                "staleness": staleness,
+                "learners": [{**each, "loss": draw()} for each in line["learners"]],
+            }
+        if line["kind"] == "end":
+            line["throughput"] = draw()
+        lines.append(plain(line))
+    return lines
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=7), st.sampled_from(["softsync:1", "sandblaster"]))
+@settings(max_examples=60, deadline=None)
+def test_numbers_that_are_not_finite_are_shown(values: list[float], sync: str) -> None:
+    with TemporaryDirectory() as root:
+        folder = written(Path(root) / "run", run_with(values, sync))
+        plot = Path(root) / "plot.svg"
+        for command in (["show", folder], ["compare", folder, folder, "--plot", str(plot)]):
+            result = syncline(*command)
+            assert result.exit_code == 0, result.output
+        assert "nan" not in "".join(re.findall(r"points='[^']*'", plot.read_text()))
+        record = read_run(folder)
+    ElementTree.fromstring(page(record).removeprefix("<!DOCTYPE html>\n"))
+    for each in record.epochs:
+        assert re.search(r"loss (-?[\d.]+|nan|-?inf)  ", epoch_line(record, each))
+
+
+NAN = """
+import torch
+def evaluate(model):
+    return {"loss": float("nan"), "accuracy": float("inf")}
+def objective(model, batch):
+    return model(batch[0]).sum() * 0 + float("nan")
+"""
+
+
+@pytest.mark.filterwarnings("ignore::syncline.errors.SynclineWarning")
+def test_a_run_with_a_loss_that_is_not_finite() -> None:
+    Path("broken_loss.py").write_text(NAN)
+    job = JOB.replace('loss = "cross_entropy"', 'objective = "broken_loss:objective"')
+    Path("job.toml").write_text(f'{job}evaluate = "broken_loss:evaluate"\n')
+    result = syncline("train", "job.toml", "--run-dir", "out")
+    assert result.exit_code == 0, result.output
+    assert "epoch 1/1" in result.output and "loss nan  test loss nan  test accuracy inf %" in result.output
+    assert "nan" in syncline("show", "out").output and "nan" in Path("out/report.html").read_text()
