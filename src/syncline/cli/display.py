@@ -132,14 +132,14 @@ def _learners(record: RunRecord) -> RenderableType:
     for name in ("learner", "rate", "lag", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    furthest = max((each.get("steps") or 0 for each in rows), default=0)
+    lags = record.lags
     for each in rows[:MOST_LEARNERS]:
         words, style = _doing(each, record.last.get("missing"))
         alive = style != "red"
         table.add_row(
             str(each["rank"]),
             f"{rates.get(each['rank'], 0.0):.1f}/s" if alive else "–",
-            str(furthest - (each.get("steps") or 0)) if alive else "–",
+            str(lags[each["rank"]]) if alive else "–",
             f"{each['loss']:.4f}" if each["loss"] is not None else "–",
             Text(words, style=style),
         )

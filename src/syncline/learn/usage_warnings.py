@@ -87,8 +87,8 @@ class Watch:
 
 
 def not_finite(of: str, epoch: int | None, loss: float) -> str:
-    """What is said of such a loss."""
-    when = f" in epoch {epoch}" if epoch is not None else ""
+    """Return the warning of such a loss; `epoch` counts from 0, the text from 1."""
+    when = f" in epoch {epoch + 1}" if epoch is not None else ""
     return (
         f"the loss of {of}{when} is {loss}, and the weights may be lost with it. A smaller rate, clip_norm= or a look at the "
         "data may help; this is said once"

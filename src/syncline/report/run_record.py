@@ -45,6 +45,10 @@ class RunRecord:
     # epochs, and how many events, before the last start
     earlier: tuple[frozenset[int], int] = (frozenset(), 0)
     _offset: float = 0.0  # seconds of the sessions before this one
+    _since: dict[int, float] = field(
+        default_factory=dict
+    )  # rank -> steps of the furthest learner when it joined
+    _furthest: float = 0.0  # steps of the furthest learner, counted so
 
     def feed(self, line: Line) -> None:
         """One line; a kind that is not known is passed over, so that later versions may add some."""
@@ -61,10 +65,12 @@ class RunRecord:
             self.events.append(line)
         elif kind == "statistics" and isinstance(line.get("version"), int):
             self.samples.append(line)
+            self._place(line)
             if len(self.samples) > MOST_SAMPLES:
                 del self.samples[1:-1:2]
         elif kind == "end":
             self.end = line
+            self._place(line)
 
     def _start(self, line: Line) -> None:
         """Of the run, or of a session that goes on from a checkpoint: what came after that is forgotten."""
@@ -79,12 +85,22 @@ class RunRecord:
             ahead = early if isinstance(early, list) else []
             self.epochs = [each for each in self.epochs if each["epoch"] < epoch or each["epoch"] in ahead]
             self.samples = [each for each in self.samples if each["version"] <= version]
+        self._since, self._furthest = {}, 0.0
+        for each in self.samples if isinstance(resumed, dict) else ():
+            self._place(each)
         self.earlier = frozenset(each["epoch"] for each in self.epochs), len(self.events)
         if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
             kept = (each["seconds"] for each in (*self.epochs, *self.samples))
             self.seconds = max(kept, default=self._offset)
         else:
             self._offset = self.seconds
+
+    def _place(self, sample: Line) -> None:
+        """Note where each learner is; a new one starts where the furthest one was in the sample before."""
+        steps = {each["rank"]: _finite(each.get("steps")) or 0.0 for each in learners_of(sample)}
+        for rank in steps:
+            self._since.setdefault(rank, self._furthest)
+        self._furthest = max([self._furthest, *(self._since[rank] + steps[rank] for rank in steps)])
 
     # -- what follows from it ----------------------------------------------------------------------------
 
@@ -200,6 +216,16 @@ class RunRecord:
                 points.setdefault(each["rank"], []).append((sample["seconds"], steps))
         return {rank: _growth(values) for rank, values in sorted(points.items())}
 
+    @property
+    def lags(self) -> dict[int, int]:
+        """Return the steps by which each learner is behind the furthest one, since it joined."""
+        last = learners_of(self.last)
+        done = {
+            each["rank"]: self._since.get(each["rank"], 0.0) + (_finite(each.get("steps")) or 0.0)
+            for each in last
+        }
+        return {rank: int(max(done.values()) - steps) for rank, steps in done.items()}
+
     def _recent(self, window: float) -> list[Line]:
         if not self.samples:
             return []
@@ -284,7 +310,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _epoch(line: Line) -> Line:
-    """Return an epoch's line whose loss, metrics and notes are numbers; those that are not known are nan."""
+    """Return an epoch's line with numbers as loss, metrics and notes; unknown ones are nan."""
     loss = number(line.get("loss"))
     found = {**line, "loss": math.nan if loss is None else loss}
     for key in ("metrics", "notes"):

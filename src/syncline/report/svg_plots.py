@@ -163,7 +163,7 @@ def lines(
 
 
 def _drawable(point: Spot | Point) -> bool:
-    """Leave out nan, infinite numbers, and those whose distances would overflow."""
+    """Leave out nan, infinite numbers, and numbers so large that distances overflow."""
     x, y = (point.x, point.y) if isinstance(point, Spot) else point
     return abs(x) <= LARGEST and abs(y) <= LARGEST
 

@@ -118,6 +118,7 @@ def test_a_finished_run_goes_on_with_its_own_job() -> None:
     assert result.exit_code == 0, result.output
     assert "epoch 2/2" in result.output and "epoch 1/2" not in result.output
     assert "resume" not in Path("out/job.toml").read_text()
+    assert [each["epoch"] for each in read_run("out").epochs] == [0, 1], "files count from 0"
 
 
 def test_a_run_over_all_reduce_goes_on_the_same_way() -> None:
@@ -243,7 +244,7 @@ NUMBERS = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 10**400,
 
 
 def run_with(values: list[float], sync: str) -> list[dict[str, Any]]:
-    """Return a run of epochs or of iterations whose numbers are these, in turn."""
+    """Return a run of epochs or of iterations with these numbers, in turn."""
     draw = cycle(values).__next__
     lines = []
     for line in [start(run={**OPTIONS, "sync": sync, "epochs": None, "steps": 30}), *whole()[1:]]:
@@ -296,4 +297,7 @@ def test_a_run_with_a_loss_that_is_not_finite() -> None:
     result = syncline("train", "job.toml", "--run-dir", "out")
     assert result.exit_code == 0, result.output
     assert "epoch 1/1" in result.output and "loss nan  test loss nan  test accuracy inf %" in result.output
-    assert "nan" in syncline("show", "out").output and "nan" in Path("out/report.html").read_text()
+    shown = " ".join(syncline("show", "out").output.replace("│", " ").split())
+    assert "in epoch 1 is nan" in shown and "epoch 0" not in shown
+    page = Path("out/report.html").read_text()
+    assert "in epoch 1 is nan" in page and "epoch 0" not in page
