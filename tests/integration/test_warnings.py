@@ -305,7 +305,7 @@ def test_an_own_loop_that_reports_one_is_told_where(engine: str, topology: str) 
             reports, [1.0, 2.0, float("nan"), float("inf")], learners=2, engine=engine, topology=topology
         )
     (text,) = said
-    assert text.startswith("learner 1: the loss of its step 2 is nan")
+    assert text.startswith("learner 1: the loss of its step 3 is nan")
 
 
 @ways

@@ -14,13 +14,19 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
 from typer.testing import CliRunner, Result
 
+import syncline as sl
 from syncline.cli.app import app
 from syncline.cli.plain_output import epoch_line
 from syncline.dial import PRESETS
+from syncline.errors import NothingLeft
 from syncline.report.event_lines import plain
 from syncline.report.html_page import page
 from syncline.report.run_record import read_run
@@ -121,6 +127,44 @@ def test_a_finished_run_goes_on_with_its_own_job() -> None:
     assert [each["epoch"] for each in read_run("out").epochs] == [0, 1], "files count from 0"
 
 
+@pytest.mark.parametrize(
+    "options, made, total",
+    [
+        ([], "3 epochs", "--epochs 3 "),
+        (["--epochs", "2"], "3 epochs", "--epochs 2 "),
+        (["--steps", "5"], "updates", "--steps 5 "),
+        (["job.toml", "--epochs", "1"], "3 epochs", "--epochs 1 "),
+    ],
+)
+def test_a_run_with_nothing_left_to_do_says_so(options: list[str], made: str, total: str) -> None:
+    Path("job.toml").write_text(JOB)
+    assert syncline("train", "job.toml", "--epochs", "3", "--run-dir", "out").exit_code == 0
+    before = {path: path.read_bytes() for path in sorted(Path("out").rglob("*")) if path.is_file()}
+    result = syncline("train", "--resume", "out", *options)
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: nothing is left to do: ") and f"{made}, and {total}is the total" in line
+    more = re.search(r"give (--\w+) (\d+) to make \d+ more$", line)
+    assert more is not None
+    assert before == {path: path.read_bytes() for path in sorted(Path("out").rglob("*")) if path.is_file()}
+    assert syncline("train", "--resume", "out", more[1], more[2]).exit_code == 0
+
+
+def test_in_python_it_is_a_warning_and_the_weights_come_back() -> None:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": SGD, "engine": "sim"}
+    data = (torch.randn(32, 4), torch.randint(2, (32,)))
+    first = sl.train(nn.Linear(4, 2), data, epochs=2, run_dir="out", **options)
+    for total, words in (
+        ({"epochs": 1}, "has made 2 epochs, and epochs=1 is the total, not how many more; give epochs=3"),
+        ({"steps": 1}, f"has made {first.updates} updates, and steps=1 is the total"),
+    ):
+        with pytest.warns(NothingLeft, match=words):
+            again = sl.train(
+                nn.Linear(4, 2), data, resume="out", run_dir=f"other-{total}", **total, **options
+            )
+        assert all(torch.equal(again.state_dict()[key], value) for key, value in first.state_dict().items())
+
+
 def test_a_run_over_all_reduce_goes_on_the_same_way() -> None:
     Path("job.toml").write_text(JOB)
     way = ("--topology", "allreduce", "--sync", "hardsync")
@@ -146,8 +190,18 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no callable": (["job.toml", "--set", "model=nowhere:Net"], "nowhere"),
     "no pair": (["job.toml", "--set", "learners"], "is no key=value"),
     "not TOML": (["broken.toml"], "broken.toml:1: not TOML"),
-    "no run": (["--resume", "nowhere"], "nowhere: there is no job.toml to go on with"),
-    "no checkpoint": (["job.toml", "--resume", "nowhere"], "no checkpoint at"),
+    "no run": (["--resume", "nowhere"], "--resume nowhere: no such folder; name the folder of a run"),
+    "a job, no run": (["job.toml", "--resume", "nowhere"], "--resume nowhere: no such folder"),
+    "an empty folder": (
+        ["--resume", "empty"],
+        "--resume empty: no run is in this folder, it has no checkpoints",
+    ),
+    "a run of Python": (
+        ["--resume", "old"],
+        "old: there is no job.toml in it, as of a run that Python started; continue there with resume='old', or name a job "
+        "file: syncline train JOB.toml --resume old",
+    ),
+    "no checkpoint": (["job.toml", "--resume", "old"], "no checkpoint at"),
     "a file as folder": (["job.toml", "--run-dir", "job.toml/x"], "cannot use job.toml/x"),
     "a run as folder": (["job.toml", "--run-dir", "old"], "old holds a run already"),
 }
@@ -161,6 +215,7 @@ def test_bad_input_is_one_message(arguments: list[str], words: str) -> None:
     Path("job.toml").write_text(JOB)
     Path("broken.toml").write_text("= 3")
     written(Path("old"), whole())
+    Path("empty").mkdir()
     result = syncline("train", *arguments)
     expected = 1 if words in ONCE_BEGUN else 2
     assert result.exit_code == expected, result.output
