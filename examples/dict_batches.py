@@ -95,4 +95,4 @@ result = sl.train(
     threads=1,
 )
 for record in result.history:
-    print(f"epoch {record.epoch}: loss {record.loss:.3f}, test accuracy {record['accuracy']:.3f}")
+    print(f"epoch {record.epoch + 1}: loss {record.loss:.3f}, test accuracy {record['accuracy']:.3f}")

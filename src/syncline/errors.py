@@ -15,6 +15,7 @@
     KeyboardInterrupt                  Ctrl-C has ended a run: its .result is what was trained
     Terminated (SystemExit, code 143)  SIGTERM has: .result, too
     SynclineWarning (RuntimeWarning)   hardly meant, or worth knowing: the run goes on
+    ├── NothingLeft                    a resumed run has made its epochs or steps already
     └── LostWarning                    a learner is gone
 
 Not responsible for wording: whoever raises says what is wrong, where, and what to do instead.
@@ -105,6 +106,10 @@ def interrupted(result: Any) -> KeyboardInterrupt:
 
 class SynclineWarning(RuntimeWarning):
     """Something of a run that its user should know; it goes on."""
+
+
+class NothingLeft(SynclineWarning):
+    """A run that is resumed has made its epochs or steps already."""
 
 
 class LostWarning(SynclineWarning):

@@ -303,7 +303,7 @@ def test_streams_go_on_where_they_stood(tmp_path: Path) -> None:
     for folder in kept(tmp_path / "a"):
         check(train(**options, resume=folder, run_dir=tmp_path / f"b{folder.name}"), whole)
     with pytest.raises(
-        LearnerError, match=r"in the middle of epoch 0 by 3 learners .* resume with learners=3"
+        LearnerError, match=r"in the middle of epoch 1 by 3 learners .* resume with learners=3"
     ):
         train(**options, learners=2, resume=kept(tmp_path / "a")[0], run_dir=tmp_path / "c")
 

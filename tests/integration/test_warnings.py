@@ -285,7 +285,7 @@ def test_losses_that_are_not_finite_are_said_once(
         result = trained(value, engine=engine, topology=topology, run_dir=tmp_path / "run")
     assert len(result.history) == 3
     (text,) = said
-    assert "epoch 0" in text and ("is nan" in text or "inf" in text) and "said once" in text
+    assert "epoch 1" in text and ("is nan" in text or "inf" in text) and "said once" in text
     assert lines(tmp_path / "run") == [text]
 
 
@@ -305,7 +305,7 @@ def test_an_own_loop_that_reports_one_is_told_where(engine: str, topology: str) 
             reports, [1.0, 2.0, float("nan"), float("inf")], learners=2, engine=engine, topology=topology
         )
     (text,) = said
-    assert text.startswith("learner 1: the loss of its step 2 is nan")
+    assert text.startswith("learner 1: the loss of its step 3 is nan")
 
 
 @ways

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / PACKAGE
 
 # Imports go down only. A room may import rooms of lower ranks, and rooms of its own rank in one direction.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "dial", "cluster"),
+    ("errors", "version", "dial", "cluster", "terminal"),
     ("protocols", "batch", "topologies"),
     ("table", "kernels"),
     ("messages", "ports"),

@@ -7,12 +7,24 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from syncline.cli.display import comparison, panel, write_plot
 from syncline.cli.error_output import told, warn_shortly, write_all_letters
-from syncline.cli.options import BatchSize, Debug, Epochs, Learners, RunDir, Seed, Sets, Where, Wish, load
+from syncline.cli.options import (
+    BatchSize,
+    Debug,
+    Epochs,
+    Learners,
+    RunDir,
+    Seed,
+    Sets,
+    Steps,
+    Where,
+    Wish,
+    load,
+)
 from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
 from syncline.cli.plan import plan
 from syncline.cli.simulate import simulate
@@ -25,6 +37,7 @@ from syncline.nn.net import Net, load_net
 from syncline.report.clock_file import clock_lines
 from syncline.report.net_graph import net_graph
 from syncline.report.run_record import EVENTS, read_run
+from syncline.terminal import Terminal, visible
 from syncline.version import VERSION
 
 SAVED = ".safetensors"
@@ -90,6 +103,7 @@ def train(
     learners: Learners = None,
     batch_size: BatchSize = None,
     epochs: Epochs = None,
+    steps: Steps = None,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, or several: cuda:0,cuda:1.")
     ] = None,
@@ -124,27 +138,29 @@ def train(
         "learners": learners,
         "batch_size": batch_size,
         "epochs": epochs,
+        "steps": steps,
         "device": device.split(",") if device and "," in device else device,
         "seed": seed,
     }
     with told(debug):
         sets = [*(set_ or []), *(["clocks=true"] if clocks else [])]
         wish = Wish(job=job, flags=flags, sets=sets, run_dir=run_dir, resume=resume)
-        code = run_job(load(wish), wish, Console())
+        code = run_job(load(wish), wish, Terminal())
     raise typer.Exit(code)
 
 
 @app.command()
 def presets() -> None:
     """Explain the dial: every preset, what an update takes, who waits, which paper it is from."""
-    console = Console()
+    console = Terminal()
     table = Table(header_style="bold", show_edge=False, pad_edge=False, box=box.SIMPLE_HEAD)
     table.add_column("preset", no_wrap=True)
     table.add_column("what happens; what an update takes; the rate factor")
     table.add_column("from")
     for preset in PRESETS:
-        words = f"{preset.meaning}\n[grey50]takes {preset.quorum}; rate × {preset.rate}[/]"
-        table.add_row(f"[bold]{preset.syntax}[/]", words, preset.paper)
+        takes = f"\ntakes {preset.quorum}; rate × {preset.rate}"
+        words = Text.assemble(preset.meaning, (takes, "grey50"))
+        table.add_row(Text(preset.syntax, style="bold"), words, preset.paper)
     console.print(table)
     console.print(
         "\nλ learners with batches of μ examples. From lockstep to free: hardsync, delayed:k, backup:b, softsync:1, softsync:n, ssp:s, "
@@ -155,6 +171,7 @@ def presets() -> None:
         "In the place of a dial, [bold]sandblaster[/] trains by a batch method (L-BFGS, conjugate gradients): docs/howto/batch_methods.md.\n"
         f"Understood, not built yet: {', '.join(LATER)}.",
         highlight=False,
+        markup=True,
     )
 
 
@@ -187,7 +204,7 @@ def show(
             for line in clock_lines(folder):
                 print(line)
             return
-        record, console = read_run(folder), Console()
+        record, console = read_run(folder), Terminal()
         console.print(panel(record))
         print_line(console, how(record), "bold")
         took = [("simulating took", duration(record.took))] if record.took is not None else []
@@ -203,11 +220,12 @@ def _show_net(file: Path, *, graph: bool) -> None:
     if graph and not net:
         raise UsageError(f"{file} names its model; --graph draws nets that are written as layers")
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(model if net else f"{model}\n{count:,} parameters")
+    words = str(model) if net else f"{model}\n{count:,} parameters"
+    print(visible(words, lines=True))
     if graph:
         picture = Path(f"{file.stem}.svg")
         picture.write_text(net_graph(model.table()), encoding="utf-8")
-        print(f"graph: {picture}")
+        print(visible(f"graph: {picture}"))
 
 
 def _newest() -> Path:
@@ -228,10 +246,10 @@ def compare(
     """Put several runs side by side, with a plot if wanted."""
     with told(debug):
         records = [read_run(run) for run in runs]
-        Console().print(comparison(records))
+        Terminal().print(comparison(records))
         if plot is not None:
             write_plot(records, plot)
-            print(f"plot: {plot}")
+            print(visible(f"plot: {plot}"))
 
 
 app.command()(simulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from syncline.report import svg_plots as svg
 from syncline.report.event_lines import write_whole
 from syncline.report.html_page import measure
 from syncline.report.run_record import GONE, Line, RunRecord, learners_of
+from syncline.terminal import visible
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
 MOST_LEARNERS, MOST_EVENTS = 16, 4
@@ -83,7 +85,7 @@ def _remaining(record: RunRecord) -> str:
 
 def _numbers(record: RunRecord) -> Text:
     text = Text()
-    losses = [each["loss"] for each in learners_of(record.last) if isinstance(each.get("loss"), float)]
+    losses = [each["loss"] for each in learners_of(record.last) if each["loss"] is not None]
     epochs = record.metric("loss")
     shown = epochs[-1][2] if epochs else sum(losses) / len(losses) if losses else None
     pairs = [("loss", f"{shown:.4f}" if shown is not None else "–")]
@@ -96,7 +98,7 @@ def _numbers(record: RunRecord) -> Text:
     else:
         pairs.append(("examples/s", f"{record.throughput:,.0f}"))
     for name, value in pairs:
-        text.append(f"{name} ", style="grey50")
+        text.append(visible(f"{name} "), style="grey50")
         text.append(f"{value}   ", style="bold")
     return text
 
@@ -130,15 +132,15 @@ def _learners(record: RunRecord) -> RenderableType:
     for name in ("learner", "rate", "lag", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    furthest = max((each.get("steps") or 0 for each in rows), default=0)
+    lags = record.lags
     for each in rows[:MOST_LEARNERS]:
         words, style = _doing(each, record.last.get("missing"))
         alive = style != "red"
         table.add_row(
             str(each["rank"]),
             f"{rates.get(each['rank'], 0.0):.1f}/s" if alive else "–",
-            str(furthest - (each.get("steps") or 0)) if alive else "–",
-            f"{each['loss']:.4f}" if isinstance(each.get("loss"), int | float) else "–",
+            str(lags[each["rank"]]) if alive else "–",
+            f"{each['loss']:.4f}" if each["loss"] is not None else "–",
             Text(words, style=style),
         )
     if len(rows) > MOST_LEARNERS:
@@ -187,9 +189,10 @@ def comparison(records: Sequence[RunRecord]) -> Table:
     for name in dict.fromkeys(name for record in records for name in reversed(record.metrics)):
         last = {n: points[-1][2] for n, each in enumerate(records) if (points := each.metric(name))}
         pick = max if name.endswith("accuracy") else min
-        best = pick(last, key=lambda number: last[number]) if len(last) > 1 else None
+        finite = [number for number in last if math.isfinite(last[number])]
+        best = pick(finite, key=lambda number: last[number], default=None) if len(last) > 1 else None
         cells = [last_and_best(record, name) for record in records]
-        table.add_row(name, *(f"[green]{c}[/]" if n == best else c for n, c in enumerate(cells)))
+        table.add_row(name, *(Text(c, style="green" if n == best else "") for n, c in enumerate(cells)))
     return table
 
 

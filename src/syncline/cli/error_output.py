@@ -12,11 +12,13 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import format_exception
 
 import typer
 
 from syncline.errors import LearnerError, SynclineError, UsageError
 from syncline.jobs import JobError
+from syncline.terminal import visible
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 PLAIN = {
@@ -69,12 +71,13 @@ def message(error: Exception) -> str:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text, lines=True), file=sys.stderr, flush=True)
 
 
 def warn_shortly() -> None:
-    """Warnings are one line each: whoever is on the command line has no use for the place in our code."""
+    """Show a warning as one line, without the place in our code, and a traceback (--debug) without escape sequences."""
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    sys.excepthook = lambda kind, error, trace: say("".join(format_exception(kind, error, trace)).rstrip())
 
 
 def write_all_letters() -> None:

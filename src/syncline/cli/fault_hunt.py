@@ -73,7 +73,7 @@ def _replay(
     if failure is None:
         print_line(console, f"nothing is broken in seed {case.seed}: {case.sync}, script '{case.script}'")
         return 0
-    print_line(console, str(failure))
+    print_line(console, str(failure), lines=True)
     return 1
 
 
@@ -105,7 +105,7 @@ def _hunt(console: Console, seeds: int, sync: str | None, sizes: Sizes, jobs: in
     for name, size in sizes.items():  # what the hunt was given was not drawn
         drawn += [f"--{name}", str(size)] if size is not None else []
     print_line(console, f"broken by seed {found.drawn.seed} under {found.drawn.sync}:")
-    print_line(console, str(found.failure))
+    print_line(console, str(found.failure), lines=True)
     print_line(console, f"script, shortened: {found.case.script or '(nothing happens)'}")
     print_line(console, "again:")
     print_line(console, f"  {found.case.command()}")

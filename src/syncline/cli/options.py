@@ -6,7 +6,7 @@ What only one command has stands there.
 from __future__ import annotations
 
 import re
-import tomllib
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,10 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cluster import Cluster as Machines
-from syncline.engines.checkpoint_options import checkpoints_of
+from syncline.engines.checkpoint_options import EVENTS, checkpoints_of
 from syncline.engines.event_script import parse_script
 from syncline.errors import UsageError
 from syncline.jobs import Job, JobError, Named
+from syncline.jobs.job import read_table, read_text
 from syncline.jobs.toml import dumps, override, parse_override
 
 JOB = "job.toml"
@@ -76,11 +77,15 @@ class Wish:
 def load(wish: Wish) -> Job:
     """The job with everything that the command line changes; errors name the option that was written."""
     file = wish.job
+    if wish.resume is not None:
+        _check_run(wish.resume)
     if file is None and wish.resume is not None:
         file = checkpoints_of(Path(wish.resume)).with_name(JOB)
         if not file.is_file():
+            again = f"syncline train JOB.toml --resume {shlex.quote(wish.resume)}"
             raise UsageError(
-                f"{wish.resume}: there is no {JOB} to go on with; name the job: syncline train JOB.toml --resume …"
+                f"{wish.resume}: there is no {JOB} in it, as of a run that Python started; continue there with "
+                f"resume={wish.resume!r}, or name a job file: {again}"
             )
     shown: dict[str, tuple[str, Any]] = {}  # overrides as jobs see them, with what the user gave
     for key, value in wish.flags.items():
@@ -96,6 +101,17 @@ def load(wish: Wish) -> Job:
         return Job.load(file, overrides) if file is not None else Job.builtin(overrides)
     except JobError as error:
         raise JobError([_as_written(problem, shown) for problem in error.problems]) from None
+
+
+def _check_run(resume: str) -> None:
+    """Refuse a folder that is not there, or that holds no run."""
+    path = Path(resume)
+    instead = "name the folder of a run, or leave --resume out to start one"
+    if not path.exists():
+        raise UsageError(f"--resume {resume}: no such folder; {instead}")
+    checkpoints = checkpoints_of(path)
+    if not (checkpoints.is_dir() or (checkpoints.parent / EVENTS).is_file()):
+        raise UsageError(f"--resume {resume}: no run is in this folder, it has no checkpoints; {instead}")
 
 
 def _as_written(problem: str, shown: Mapping[str, tuple[str, Any]]) -> str:
@@ -119,8 +135,8 @@ def _folder(wish: Wish, file: Path | None) -> list[str]:
     if wish.run_dir is not None:
         return [f"run_dir={_quoted(wish.run_dir)}"]
     table: dict[str, Any] = {}
-    with suppress(OSError, ValueError, RecursionError):  # a file that cannot be read is refused with the job
-        table = tomllib.loads(file.read_bytes().decode("utf-8-sig")) if file else {}
+    with suppress(JobError):  # a file that cannot be read is refused with the job
+        table = read_table(read_text(file), str(file))[0] if file else {}
     for text in wish.sets:
         with suppress(UsageError):
             override(table, *parse_override(text))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from syncline.engines.simulated_times import LearnerTimes
 from syncline.report.html_page import measure
 from syncline.report.run_record import Line, RunRecord
+from syncline.terminal import visible
 
 
-def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """Uncut, whatever the width: it may be there to be copied."""
-    console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+def print_line(console: Console, text: str, style: str | None = None, *, lines: bool = False) -> None:
+    """Print one line, or several with `lines`, uncut whatever the width: it may be there to be copied."""
+    shown = Text(visible(text, lines=lines))
+    console.print(shown, style=style, soft_wrap=True, highlight=False)
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
@@ -58,24 +62,22 @@ def epoch_line(record: RunRecord, epoch: Line) -> str:
     """One line of plain output."""
     key = "epochs" if record.word == "epoch" else "steps"
     total = f"/{record.options[key]}" if record.options.get(key) else ""
-    loss = epoch.get("loss")
     parts = [f"{record.word} {epoch['epoch'] + 1}{total}"]
     parts += [f"version {epoch.get('version')}"] if record.word == "epoch" else []
-    parts.append(f"loss {loss:.4f}" if loss is not None else "loss not finite")
-    for name, value in (epoch.get("metrics") or {}).items():
-        parts.append(f"test {name} {measure(name, value) if value is not None else 'not finite'}")
-    parts += [f"{name} {value:.3g}" for name, value in (epoch.get("notes") or {}).items()]
+    parts.append(f"loss {epoch['loss']:.4f}")
+    parts += [f"test {name} {measure(name, value)}" for name, value in epoch["metrics"].items()]
+    parts += [f"{name} {value:.3g}" for name, value in epoch["notes"].items()]
     if record.word == "epoch" and (mean := record.staleness.get("mean")) is not None:
         parts.append(f"staleness {mean:.2f}")
     return "  ".join([*parts, f"{epoch['seconds']:.1f} s"])
 
 
 def event_line(event: Line) -> str:
-    """One line: when, who, what."""
+    """Return one visible line: when, who, what."""
     who = f"learner {event['rank']}: " if event.get("rank") is not None else ""
     lines = str(event.get("what") or event.get("event") or "").strip().splitlines() or [""]
     what = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}"
-    return f"{event['seconds']:.1f} s  {who}{what}"
+    return visible(f"{event['seconds']:.1f} s  {who}{what}")
 
 
 def duration(seconds: float) -> str:
@@ -98,9 +100,10 @@ def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
     if not points:
         return "–"
     pick = max if name.endswith("accuracy") else min
-    best = pick(points, key=lambda point: point[2])
+    finite = [point for point in points if math.isfinite(point[2])]
+    best = pick(finite, key=lambda point: point[2], default=points[-1])
     shown = measure(name, points[-1][2])
-    if short or best[2] == points[-1][2]:
+    if short or best == points[-1] or best[2] == points[-1][2]:
         return shown
     return f"{shown} (best {measure(name, best[2])} after {record.word} {best[0]:.0f})"
 
@@ -134,7 +137,9 @@ def account(total: LearnerTimes) -> list[tuple[str, str]]:
 
 def how(record: RunRecord) -> str:
     """How it stands: finished after …, running since …"""
-    done = f"{counted(len(record.epochs), record.word)} in {lasted(record)}"
+    by_updates = record.word == "epoch" and record.options.get("steps")
+    ended = (record.last.get("version") or 0, "update") if by_updates else (len(record.epochs), record.word)
+    done = f"{counted(*ended)} in {lasted(record)}"
     if record.state == "failed":
         return f"failed after {done}: {(record.end or {}).get('error', '')}"
     return f"ended without a word after {done}" if record.state == "gone" else f"{record.state}: {done}"

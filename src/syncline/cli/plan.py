@@ -19,6 +19,7 @@ from syncline.errors import UsageError
 from syncline.learn.gradient_ways import Backprop, way_of
 from syncline.learn.loader import reader
 from syncline.plan import plan as cheapest
+from syncline.terminal import visible
 from syncline.train.groups import model_inputs
 
 Group = Annotated[
@@ -74,6 +75,6 @@ def plan(
         seats = group if loaded.group == 1 else loaded.group
         workers = loaded.learners * loaded.group
         found = cheapest(model, example, machines, seats, workers=workers, memory=limit)
-        print(found)
+        print(visible(str(found), lines=True))
         if out is not None:
             found.save(out)

@@ -42,6 +42,7 @@ from syncline.errors import UsageError
 from syncline.jobs import Job
 from syncline.sim.timing.run_times import Follow, Look
 from syncline.studies.point_run import time_job
+from syncline.terminal import Terminal
 
 REFRESHES, BAR = 2, 30  # a second; characters
 
@@ -92,7 +93,7 @@ def simulate(
     A hunt plays small random jobs on random clusters, in which learners and shards die, pause and join, and dials change; after every event
     it checks what always holds. The first failure is shortened and printed with the command that plays it again; the exit code is 1 then.
     """
-    sets, console = set_ or [], Console()
+    sets, console = set_ or [], Terminal()
     with told(debug):
         if faults is None and seeds is None:
             if shards is not None:
@@ -179,7 +180,7 @@ def timing_progress(console: Console) -> Iterator[Follow]:
 
 def _time(job: Job, console: Console) -> None:
     """Sizes only: nothing is learnt, and there is no run folder."""
-    with timing_progress(Console(stderr=True)) as follow:
+    with timing_progress(Terminal(stderr=True)) as follow:
         timing = time_job(replace(job, run_dir=None), follow)
     staleness = timing.staleness
     machine, share = timing.busiest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +36,8 @@ from syncline.cli.study_display import Progress, last_words, panel, row_line
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO
 from syncline.errors import RunError, UsageError
-from syncline.jobs import Job, Named
+from syncline.jobs import Job, JobError, Named
+from syncline.jobs.job import read_table, read_text
 from syncline.jobs.toml import parse_override
 from syncline.learn.server_session import check_batches
 from syncline.protocols.lifecycle import Faults
@@ -48,6 +48,7 @@ from syncline.studies.picture import page, picture
 from syncline.studies.point_run import work_on_points
 from syncline.studies.store import JOB, LOG, VARIED, StudyStore, left, read_rows
 from syncline.studies.worker_pool import News, Pool
+from syncline.terminal import Terminal
 from syncline.topologies import parse_topology
 
 PICTURE, PAGE = "tradeoff.svg", "tradeoff.html"
@@ -96,9 +97,9 @@ def tradeoff(
     [bold]syncline tradeoff job.toml --learners 1,30 --batch-size 4,128[/]       the corners of it
     [bold]syncline tradeoff --plot runs/tradeoff-digits[/]                       draw again
     """
-    console = Console()
+    console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=120)  # in a file or a pipe there is room for the tables
+        console = Terminal(width=120)  # in a file or a pipe there is room for the tables
     with told(debug):
         if plot is not None:
             rows = read_rows(plot)
@@ -270,8 +271,8 @@ def _heard(news: News, epochs: int | None, store: StudyStore, progress: Progress
 def _show(folder: Path, rows: Sequence[StudyRow], asked: Sequence[StudyRow], console: Console) -> None:
     """Pictures of all rows; in words those that were asked for."""
     table: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        table = tomllib.loads((folder / JOB).read_text(encoding="utf-8"))
+    with suppress(JobError):
+        table, _ = read_table(read_text(folder / JOB), JOB)
     title, unit = _title(table), "seconds" if _name(table, "engine") == "local" else "virtual seconds"
     try:
         write_whole(folder / PICTURE, picture(rows, title=title, unit=unit))

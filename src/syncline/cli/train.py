@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
+import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +28,7 @@ from syncline.cli.plain_output import (
 )
 from syncline.engines.checkpoint_options import checkpoints_of
 from syncline.engines.local import forkserver
-from syncline.errors import SynclineError, Terminated
+from syncline.errors import NothingLeft, SynclineError, Terminated, UsageError
 from syncline.jobs import Job
 from syncline.jobs.toml import dumps
 from syncline.report.folder_writer import MODEL
@@ -42,7 +44,7 @@ def run_job(job: Job, wish: Wish, console: Console) -> int:
     """Run it to its end; the exit code comes back."""
     if job.engine.name == "local":
         forkserver.start_here()  # before anything makes a thread
-    run: Run = train(**job.build(), wait=False)
+    run = _started(job)
     assert run.recording is not None
     table = {key: value for key, value in job.table().items() if key != "resume"}  # of the run as a whole
     if job.run_dir is None and job.resume is not None:
@@ -61,6 +63,17 @@ def run_job(job: Job, wish: Wish, console: Console) -> int:
         raise
     _last_words(record, result, wish, console)
     return 128 + run.interrupts.number if result.interrupted else 0
+
+
+def _started(job: Job) -> Run:
+    """Start the run; refuse one that has nothing left to do before it writes to its folder."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", NothingLeft)
+            run: Run = train(**job.build(), wait=False)
+    except NothingLeft as warned:
+        raise UsageError(re.sub(r"(epochs|steps)=", r"--\1 ", str(warned))) from None
+    return run
 
 
 def _result(run: Run) -> Result:

@@ -5,7 +5,9 @@ Not responsible for single values (keys.py), nor for what only the made objects 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -24,19 +26,42 @@ from syncline.nn.layer_records import NetError, read_layers
 from syncline.nn.registry import TYPES, layer
 from syncline.topologies import parse_topology
 
+MOST_MEANT = 4  # names in a hint
 OWN = Role(what="layer type", names={}, given=0)
 
 
-def problems(job: Mapping[str, Any], folder: str | None) -> list[Problem]:
-    """All of them; the job is a value for each key."""
-    layers = job["layers"] if job["model"] is None else ()
-    return [
-        *_contradictions(job),
-        *_dial(job),
-        *_words(job),
-        *_names(job, folder),
-        *_layers(layers, folder),
-    ]
+def problems(job: Mapping[str, Any], folder: str | None) -> Iterator[Problem]:
+    """Yield all problems of a job, given as a value for each key; each is looked for when it is asked for."""
+    yield from _contradictions(job)
+    yield from _dial(job)
+    yield from _words(job)
+    yield from _names(job, folder)
+    yield from _layers(job["layers"] if job["model"] is None else (), folder)
+
+
+def elsewhere(key: str, table: Mapping[str, Any], folder: str | None) -> str:
+    """Return the end of a message: the dotted names of the sections that know this key; empty where none does."""
+    found = []
+    for section, value in table.items():
+        if isinstance(value, list):  # tables that are meant by their names
+            named = [each for each in value if isinstance(each, dict) and isinstance(each.get("name"), str)]
+            found += [f"{section}.{each['name']}.{key}" for each in named if key in each]
+        elif (isinstance(value, dict) and key in value) or (
+            section in NAMES and key in _arguments(section, value, folder)
+        ):
+            found.append(f"{section}.{key}")
+    shown_names = [repr(name) for name in found[:MOST_MEANT]] + ["…"] * (len(found) > MOST_MEANT)
+    return f", did you mean {' or '.join(shown_names)}?" if found else ""
+
+
+def _arguments(section: str, value: Any, folder: str | None) -> Sequence[str]:
+    """Return the arguments that a file may give to what a section names."""
+    name = value.get("name") if isinstance(value, dict) else value
+    if isinstance(name, str):
+        with suppress(UsageError, TypeError, ValueError):  # a wrong name, or a callable without a signature
+            role = NAMES[section]
+            return [*inspect.signature(resolve(name, role, folder)).parameters][role.given :]
+    return ()
 
 
 def _contradictions(job: Mapping[str, Any]) -> Iterator[Problem]:

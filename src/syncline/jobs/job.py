@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from syncline.jobs import build, checks, keys
 from syncline.jobs.build import Problem
 from syncline.jobs.keys import REQUIRED, JobError, Key, Named, Wrong
 from syncline.jobs.names import one_line
-from syncline.jobs.toml import dumps, lines_of, override, parse_override
+from syncline.jobs.toml import TooDeep, dumps, lines_of, override, parse_override
 
 NO_MODEL = "missing; name a model, such as 'mlp' or 'package.module:callable', or list layers"
 LARGEST = 1 << 20  # bytes of a job file
+MOST_TOLD, LONGEST = 50, 1000  # problems of a job, letters of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,9 @@ class Source:
     def located(self, problem: Problem) -> str:
         """One line: file, line or override, key, what is wrong."""
         path, words = problem
-        shown_path = path[:-1] if path[-1] == "name" else path  # a name may stand for its whole table
+        shown_path = (
+            path[:-1] if len(path) > 1 and path[-1] == "name" else path
+        )  # a name may stand for its whole table
         layer = path[0] == "layers" and len(path) > 1  # the words name it
         key = "" if layer else f"{'.'.join(shown_path)}: "
         for length in range(len(path), 0, -1):
@@ -49,11 +53,19 @@ class Source:
                 return f"--set {self.overrides[path[:length]]}: {key}{words}"
             if path[:length] in self.lines:
                 return f"{self.name}:{self.lines[path[:length]]}: {key}{words}"
-        below = [text for origin, text in self.overrides.items() if origin[: len(path)] == path]
-        return f"--set {below[0]}: {key}{words}" if below else f"{self.name}: {key}{words}"
+        for origin, text in self.overrides.items():
+            if origin[: len(path)] == path:
+                return f"--set {text}: {key}{words}"
+        below = next((f":{line}" for origin, line in self.lines.items() if origin[: len(path)] == path), "")
+        return f"{self.name}{below}: {key}{words}"
 
     def told(self, problems: Iterable[Problem]) -> list[str]:
-        return [" ".join(self.located(problem).split()) for problem in problems]
+        """Return one line for each of the first problems; those beyond `MOST_TOLD` are not even looked for."""
+        lines = [" ".join(self.located(problem).split()) for problem in islice(problems, MOST_TOLD + 1)]
+        lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
+        if len(lines) > MOST_TOLD:
+            lines[-1] = f"{self.name}: there are more problems; mend these first"
+        return lines
 
     def refuse(self, problems: Iterable[Problem]) -> None:
         if found := self.told(problems):
@@ -151,22 +163,8 @@ class Job:
     @classmethod
     def load(cls, file: str | Path, overrides: Iterable[str] = ()) -> Job:
         """The job of a file, changed by `key=value` overrides."""
-        path = Path(file)
-        try:
-            with path.open("rb") as stream:
-                content = stream.read(LARGEST + 1)
-        except OSError as error:
-            raise JobError([f"{file}: cannot be read: {error.strerror or error}"]) from error
-        except ValueError as error:  # a zero byte in the name
-            raise JobError([f"{str(file)!r}: cannot be read: {error}"]) from error
-        if len(content) > LARGEST:
-            raise JobError([f"{file}: more than {LARGEST:,} bytes, no job file"])
-        try:
-            text = content.decode("utf-8-sig")  # some editors put a mark first
-        except UnicodeDecodeError as error:
-            line = content[: error.start].count(b"\n") + 1
-            raise JobError([f"{file}:{line}: not UTF-8, byte 0x{content[error.start]:02x}"]) from error
-        return cls.parse(text, overrides, name=str(file), folder=str(path.absolute().parent))
+        folder = str(Path(file).absolute().parent)
+        return cls.parse(read_text(file), overrides, name=str(file), folder=folder)
 
     @classmethod
     def builtin(cls, overrides: Iterable[str] = ()) -> Job:
@@ -179,15 +177,7 @@ class Job:
         cls, text: str, overrides: Iterable[str] = (), *, name: str = "job", folder: str | None = None
     ) -> Job:
         """The job of a text; `name` stands before each problem."""
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            words = " ".join(str(error).split())
-            found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", words)
-            line = f":{found[1]}" if found and found[1] else ""
-            raise JobError([f"{name}{line}: not TOML: {words}"]) from error
-        except (RecursionError, ValueError) as error:  # nested beyond reason, numbers of thousands of digits
-            raise JobError([f"{name}: not readable: {one_line(error)}"]) from error
+        table, lines = read_table(text, name)
         origins = {}
         for given in overrides:
             try:
@@ -196,8 +186,8 @@ class Job:
             except UsageError as error:
                 raise JobError([f"--set: {one_line(error)}"]) from error
             origins[path] = " ".join(given.split())
-        source = Source(name=name, folder=folder, lines=lines_of(text), overrides=origins)
-        values, problems = _read(_evaluate_from_data(table))
+        source = Source(name=name, folder=folder, lines=lines, overrides=origins)
+        values, problems = _read(_evaluate_from_data(table), lambda key: checks.elsewhere(key, table, folder))
         source.refuse(problems)
         return cls(**values, source=source)
 
@@ -225,6 +215,40 @@ BY_NAME: Mapping[str, Key] = {each.name: each for each in KEYS}
 # -- reading -------------------------------------------------------------------------------------------------
 
 
+def read_text(file: str | Path) -> str:
+    """Return the text of a job file; raise `JobError` where there is none."""
+    try:
+        with Path(file).open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+    except OSError as error:
+        raise JobError([f"{file}: cannot be read: {error.strerror or error}"]) from error
+    except ValueError as error:  # a zero byte in the name
+        raise JobError([f"{str(file)!r}: cannot be read: {error}"]) from error
+    if len(content) > LARGEST:
+        raise JobError([f"{file}: more than {LARGEST:,} bytes, no job file"])
+    try:
+        return content.decode("utf-8-sig")  # some editors put a mark first
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise JobError([f"{file}:{line}: not UTF-8, byte 0x{content[error.start]:02x}"]) from error
+
+
+def read_table(text: str, name: str) -> tuple[dict[str, Any], Mapping[tuple[str, ...], int]]:
+    """Return a job's text as a table, with the lines of its keys; raise `JobError` where it is not TOML."""
+    try:
+        lines = lines_of(text)
+        return tomllib.loads(text), lines
+    except TooDeep as error:
+        raise JobError([f"{name}:{error.line}: {error}"]) from error
+    except tomllib.TOMLDecodeError as error:
+        words = " ".join(str(error).split())
+        found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", words)
+        line = f":{found[1]}" if found and found[1] else ""
+        raise JobError([f"{name}{line}: not TOML: {words}"]) from error
+    except ValueError as error:  # numbers of thousands of digits
+        raise JobError([f"{name}: not readable: {one_line(error)}"]) from error
+
+
 def _evaluate_from_data(table: dict[str, Any]) -> dict[str, Any]:
     """A table under evaluate that names nothing changes what stands under data."""
     data, evaluate = table.get("data"), table.get("evaluate")
@@ -237,14 +261,18 @@ def _evaluate_from_data(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != "evaluate"}  # what is wrong is data
 
 
-def _read(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Values of the record by key, and what is wrong with single ones."""
+def _read(
+    table: Mapping[str, Any], meant_as: Callable[[str], str] = lambda key: ""
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Values of the record by key, and what is wrong with single ones; `meant_as` is a hint for an unknown key."""
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     meant = set(table)  # keys that are not reported as missing
     for name, value in table.items():
+        if len(problems) > MOST_TOLD:
+            break
         if name not in BY_NAME:
-            problems.append(((name,), f"unknown key{nearest(name, BY_NAME)}"))
+            problems.append(((name,), f"unknown key{meant_as(name) or nearest(name, BY_NAME)}"))
             meant |= {key for key in BY_NAME if repr(key) in problems[-1][1]}
         else:
             try:

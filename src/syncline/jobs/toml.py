@@ -13,7 +13,8 @@ from typing import Any
 from syncline.errors import UsageError
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
-LONGEST = 100  # lines of one value; beyond, lines are not looked for any more
+DEEPEST = 64  # of keys and values; copying and writing a job recurse a few times for each level
+LINED = 6  # parts of a key that problems name, at most
 Path = tuple[str, ...]
 
 
@@ -83,54 +84,94 @@ def _text(value: str) -> str:
 # -- lines ---------------------------------------------------------------------------------------------------
 
 
+class TooDeep(UsageError):
+    """Keys or values are nested so deep that reading them would recurse without end or take quadratic time."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__(f"keys or values are nested more than {DEEPEST} deep")
+        self.line = line
+
+
 def lines_of(text: str) -> dict[Path, int]:
-    """The line of each key and table header of a correct file; those of [[tables]] by number: ("layers", "0", "name")."""
+    """Return the line of each key and table header of a correct file; raise `TooDeep` where it is nested beyond reason.
+
+    Entries of [[tables]] are numbered: ("layers", "0", "name"). Keys inside a value, and parts of a key beyond `LINED`, are left out:
+    a problem there is reported with the line of the key above.
+    """
     found: dict[Path, int] = {}
     counts: dict[Path, int] = {}  # of [[tables]] so far
     above: Path = ()
-    for number, statement in _statements(text):
-        table = tomllib.loads(statement)
-        if statement.lstrip().startswith("["):
-            *_, header = _paths(table)
-            if statement.lstrip().startswith("[["):
-                found.setdefault(header, number)
-                counts[header] = counts.get(header, -1) + 1
-            above = ()
-            for length, part in enumerate(header, 1):
-                above += (part,)
-                if header[:length] in counts:  # a list of tables: the last one's number
-                    above += (str(counts[header[:length]]),)
-            found[above] = number
-        else:
-            for path in _paths(table):
-                found.setdefault((*above, *path), number)
+    for line, brackets, key in _statements(text):
+        if not brackets:
+            for length in range(len(above) + 1, min(len(above) + len(key), LINED) + 1):
+                found.setdefault((*above, *key)[:length], line)
+            continue
+        if brackets == 2:
+            found.setdefault(key[:LINED], line)
+            counts[key] = counts.get(key, -1) + 1
+        above = ()
+        for length, part in enumerate(key, 1):
+            above += (part,)
+            if key[:length] in counts:  # a list of tables: the last one's number
+                above += (str(counts[key[:length]]),)
+        found.setdefault(above[:LINED], line)
     return found
 
 
-def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Headers and assignments with their first line: as few lines as `tomllib` accepts."""
-    start, held = 1, ""
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        if not held:
-            start = number
-        held = f"{held}\n{line}" if held else line
-        if number - start > LONGEST:
-            return
-        try:
-            empty = not tomllib.loads(held)
-        except tomllib.TOMLDecodeError:
-            continue
-        if not empty:
-            yield start, held
-        held = ""
+def _statements(text: str) -> Iterator[tuple[int, int, Path]]:
+    """Yield the line, the brackets (0: an assignment) and the key of each header and assignment, in one pass over the tokens.
+
+    The result means something only for a correct file; the work is linear for any text.
+    """
+    line = start = 1
+    brackets = depth = 0
+    key: list[str] = []
+    outer: list[int] = []  # the depth inside each open bracket of a value
+    in_value = False
+    for token in TOKEN.finditer(text + "\n"):
+        kind, word = token.lastgroup, token[0]
+        if word == "\n" and not outer:
+            if key:
+                yield start, brackets, tuple(key)
+            key, brackets, depth, in_value = [], 0, 0, False
+        elif word == ".":
+            depth += 1
+        elif word == "=":
+            in_value = True
+        elif word in ("[", "{"):
+            depth += 1
+            if in_value:
+                outer.append(depth)
+            else:
+                brackets += 1
+        elif word in ("]", "}"):
+            depth = outer.pop() - 1 if outer else 0
+        elif in_value and kind == "words" and "," in word:
+            depth = outer[-1] if outer else 0
+        elif not in_value and kind in ("quoted", "words") and word.strip():
+            start = start if key else line
+            key.append(word.strip() if kind == "words" else _unquoted(word))
+        if depth > DEEPEST:
+            raise TooDeep(line)
+        line += word.count("\n")
 
 
-def _paths(table: dict[str, Any]) -> Iterator[Path]:
-    """All keys of an assignment, outer ones too."""
-    for key, value in table.items():
-        yield (key,)
-        if isinstance(value, dict):
-            yield from ((key, *path) for path in _paths(value))
+TOKEN = re.compile(
+    r"""
+    (?P<comment> \# [^\n]*+ )
+  | (?P<quoted> "{3} (?: [^"\\]++ | \\. | "(?!"") )*+ "{0,5} | '{3} (?: [^']++ | '(?!'') )*+ '{0,5}
+              | " (?: [^"\\\n]++ | \\. )*+ "? | ' [^'\n]*+ '? )
+  | (?P<mark> [\[\]{}=.\n] )
+  | (?P<words> [^\#"'\[\]{}=.\n]++ )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def _unquoted(word: str) -> str:
+    with suppress(tomllib.TOMLDecodeError):  # the file is refused as a whole
+        word = tomllib.loads(f"key = {word}")["key"]
+    return word
 
 
 # -- overrides -----------------------------------------------------------------------------------------------
@@ -141,14 +182,19 @@ def parse_override(text: str) -> tuple[Path, Any]:
     key, equals, value = text.partition("=")
     paths: list[Path] = []
     if equals and "\n" not in key:
-        with suppress(tomllib.TOMLDecodeError):
-            paths = [*_paths(tomllib.loads(f"{key.strip()} = {{}}"))]
+        statement = f"{key.strip()} = 0"
+        paths = [path for _, brackets, path in _statements(statement) if not brackets]
+        try:
+            tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            paths = []
     if not paths:
         raise UsageError(f"{text!r} is no key=value, as learners=4 or optimizer.lr=0.1")
     value = value.strip()
     read: dict[str, Any] = {}
     with suppress(tomllib.TOMLDecodeError, RecursionError):
         read = tomllib.loads(f"value = {value}")
+        lines_of(f"value = {value}")
     return paths[-1], read["value"] if len(read) == 1 else value or None
 
 

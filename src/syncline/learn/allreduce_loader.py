@@ -153,7 +153,7 @@ class AllReduceSplitLoader(AllReduceLoader):
         if kept is not None and (spans := kept.standing.fresh.get(self.epoch, {})):
             if kept.parts != learners:
                 raise UsageError(
-                    f"the stream of loader {self.number} was left in the middle of epoch {self.epoch} by {kept.parts} learners and "
+                    f"the stream of loader {self.number} was left in the middle of epoch {self.epoch + 1} by {kept.parts} learners and "
                     f"cannot go on with {learners}, who split it otherwise; resume with learners={kept.parts}"
                 )
             self._skip = spans[0][0]

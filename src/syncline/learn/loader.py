@@ -196,7 +196,7 @@ class Loader(LoaderBase):
 
     @property
     def epoch(self) -> int:
-        """Of the next iteration."""
+        """Return the epoch of the next iteration, counted from 0."""
         return self._portion.epoch
 
     def _drive(self, steps: Generator[FeedWait, Any, Any]) -> Any:

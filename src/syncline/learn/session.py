@@ -54,7 +54,7 @@ class Session(ABC):
 
     @property
     def epoch(self) -> int | None:
-        """Of its first loader."""
+        """Return the epoch of the first loader, counted from 0."""
         return self.loaders[0].epoch if self.loaders else None
 
     @property

@@ -62,7 +62,7 @@ class Watch:
 
     def not_finite(self, value: float, step: int, epoch: int | None) -> None:
         """The loss of a gradient, as the loop says it."""
-        self.warn("loss", not_finite(f"its step {step}", epoch, value))
+        self.warn("loss", not_finite(f"its step {step + 1}", epoch, value))
 
     def loss_on_card(self, loss: Tensor, step: int, epoch: int | None) -> None:
         """The same once an epoch, or in many steps: each look waits for the card."""
@@ -87,8 +87,8 @@ class Watch:
 
 
 def not_finite(of: str, epoch: int | None, loss: float) -> str:
-    """What is said of such a loss."""
-    when = f" in epoch {epoch}" if epoch is not None else ""
+    """Return the warning of such a loss; `epoch` counts from 0, its text from 1."""
+    when = f" in epoch {epoch + 1}" if epoch is not None else ""
     return (
         f"the loss of {of}{when} is {loss}, and the weights may be lost with it. A smaller rate, clip_norm= or a look at the "
         "data may help; this is said once"

@@ -29,7 +29,7 @@ TENSORS, POSITION = "greedy.safetensors", "greedy.json"
 
 @dataclass(frozen=True, slots=True)
 class GreedyRecord:
-    """One epoch of one stack; the values are means over its batches."""
+    """One epoch of one stack, both counted from 0; the values are means over its batches."""
 
     stack: int
     epoch: int

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from syncline.nn.argument_checks import FLAG, NOT_NEGATIVE, shown, wrong_argumen
 from syncline.nn.registry import LayerType, find_type, wrong_initialiser
 
 OWN = ("name", "type", "sources", "output", "freeze", "rate", "decay", "init", "share")
+MOST_NAMED = 100  # problems of one kind: finding more costs milliseconds each
 NAME = re.compile(r"[A-Za-z][\w-]*")
 TAKEN = {
     *dir(nn.Module()),
@@ -73,7 +75,7 @@ def read_layers(records: Any) -> list[Layer]:
             place=place,
             name=record["name"],
             type=find_type(record["type"]),
-            sources=_sources(place, records),
+            sources=sources,
             arguments={key: value for key, value in record.items() if key not in OWN},
             output=record.get("output", False),
             freeze=record.get("freeze", False),
@@ -82,7 +84,7 @@ def read_layers(records: Any) -> list[Layer]:
             init=record.get("init"),
             share=record.get("share"),
         )
-        for place, record in enumerate(records)
+        for place, (record, sources) in enumerate(zip(records, _sources(records), strict=True))
     ]
     _refuse(_wrong_counts(layers), names)
     by_name = {layer.name: layer for layer in layers}
@@ -95,8 +97,7 @@ def read_layers(records: Any) -> list[Layer]:
 
 
 def _refuse(problems: Iterable[Problem], names: Sequence[Any]) -> None:
-    found = list(problems)
-    if found:
+    if found := [*islice(problems, MOST_NAMED)]:
         raise NetError(found, names)
 
 
@@ -171,7 +172,7 @@ def _each(value: Any) -> list[Any]:
 
 
 def _wrong_sources(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
-    names = [record["name"] for record in records]
+    by_name = {record["name"]: record for record in records}
     for place, record in enumerate(records):
         given = _given_sources(record)
         if given is None:
@@ -184,10 +185,10 @@ def _wrong_sources(records: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             yield place, "sources", f"sources: {record['type']} takes the batch and has none"
             continue
         for each in given:
-            if each not in names:
-                words = f"there is no layer {each!r}{nearest(each, names)}; there are: {_list(names)}"
+            if each not in by_name:
+                words = f"there is no layer {each!r}{nearest(each, by_name)}; there are: {_list([*by_name])}"
                 yield place, "sources", f"sources: {words}"
-            elif find_type(records[names.index(each)]["type"]).role == "loss":
+            elif find_type(by_name[each]["type"]).role == "loss":
                 yield place, "sources", f"sources: {each!r} is a loss, which nothing can take"
 
 
@@ -202,19 +203,21 @@ def _given_sources(record: Mapping[str, Any]) -> list[Any] | None:
     return list(given) if isinstance(given, tuple) else [given]
 
 
-def _sources(place: int, records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """As given; else the layer written above. A loss takes the only label beside its output."""
-    found = find_type(records[place]["type"])
-    if found.role == "input":
-        return ()
-    given = _given_sources(records[place])
-    if given is None:
-        takable = (r for r in records[:place] if r["type"] != "label" and find_type(r["type"]).role != "loss")
-        given = [r["name"] for r in takable][-1:]
-    labels = [r["name"] for r in records if r["type"] == "label"]
-    if found.role == "loss" and found.wants == "shapes" and len(given) == 1 == len(labels):
-        given = [*given, *labels]
-    return tuple(given)
+def _sources(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield each layer's sources: as given, else the layer written above. A loss takes the only label beside its output."""
+    labels = [record["name"] for record in records if record["type"] == "label"]
+    above: list[str] = []  # the last layer that another can take
+    for record in records:
+        found, given = find_type(record["type"]), _given_sources(record)
+        if found.role == "input":
+            given = []
+        elif given is None:
+            given = above
+        if found.role == "loss" and found.wants == "shapes" and len(given) == 1 == len(labels):
+            given = [*given, *labels]
+        if record["type"] != "label" and found.role != "loss":
+            above = [record["name"]]
+        yield tuple(given)
 
 
 def _wrong_counts(layers: Sequence[Layer]) -> Iterator[Problem]:

@@ -107,7 +107,7 @@ def left_of(found: Standing, *, size: int, learners: int, parts: int, partition:
     epochs = {*found.fresh, *(epoch for epoch, _, _ in found.returned)}
     if epochs != {found.done}:
         raise UsageError(
-            f"examples of the epochs {', '.join(map(str, sorted(epochs)))} are not folded yet; over all-reduce a run goes on in "
+            f"examples of the epochs {', '.join(str(epoch + 1) for epoch in sorted(epochs))} are not folded yet; over all-reduce a run goes on in "
             "one epoch: resume it with topology='servers'"
         )
     spans = [*found.fresh.get(found.done, {}).values(), *((a, b) for _, a, b in found.returned)]

@@ -106,7 +106,7 @@ class Ledger:
             return []
         if epoch < member.first:
             raise RunError(
-                f"learner {learner} asks for epoch {epoch}, but started in epoch {member.first}; ask for that"
+                f"learner {learner} asks for epoch {epoch + 1}, but started in epoch {member.first + 1}; ask for that"
             )
         if epoch > member.epoch:
             self._move_on(member, epoch)

@@ -73,7 +73,7 @@ class StreamEpochs:
             return []
         if epoch < member.first:
             raise RunError(
-                f"learner {learner} asks for epoch {epoch}, but started in epoch {member.first}; ask for that"
+                f"learner {learner} asks for epoch {epoch + 1}, but started in epoch {member.first + 1}; ask for that"
             )
         if epoch == member.epoch and not member.begun and not member.ended:
             self._enter(member, epoch)

@@ -16,13 +16,22 @@ from typing import Any
 from syncline.engines.checkpoint_options import EVENTS
 from syncline.errors import RunError
 
-__all__ = ["EVENTS", "LineWriter", "append_whole", "plain", "read_lines", "replacing", "write_whole"]
+__all__ = [
+    "EVENTS",
+    "LineWriter",
+    "append_whole",
+    "number",
+    "plain",
+    "read_lines",
+    "replacing",
+    "write_whole",
+]
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: numbers that are not finite become null, what it does not know becomes its text."""
+    """Return a value as JSON has it: numbers that are not finite become "nan", "inf" or "-inf", unknown kinds their text."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
@@ -31,6 +40,18 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     single = getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0  # numpy's or torch's
     return plain(value.item()) if single and callable(getattr(value, "item", None)) else str(value)
+
+
+def number(value: Any) -> float | None:
+    """Return the number that `plain` wrote, or None where there is none."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
 
 
 class LineWriter:

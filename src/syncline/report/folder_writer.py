@@ -44,7 +44,7 @@ from syncline.learn.train_and_evaluate import Training
 from syncline.messages import Clocks, Statistics
 from syncline.nn.net import layer_notes
 from syncline.report.clock_file import CLOCKS, append_clocks, cut_clocks
-from syncline.report.event_lines import EVENTS, LineWriter, plain, read_lines, replacing, write_whole
+from syncline.report.event_lines import EVENTS, LineWriter, number, plain, read_lines, replacing, write_whole
 from syncline.report.html_page import page
 from syncline.report.run_record import Line, RunRecord, better, judged
 from syncline.table.checkpoints import CheckpointError, Folder, write_tensors
@@ -412,7 +412,7 @@ def feed_board(board: Any, line: Line) -> None:
         curves = {"staleness/mean": line["staleness"]["mean"], "examples": line["examples"]}
         curves |= {f"loss of learner/{each['rank']}": each["loss"] for each in line["learners"]}
     for tag, value in curves.items():
-        if value is not None:
-            board.add_scalar(tag, value, line["version"], walltime=line.get("time"))
+        if (known := number(value)) is not None:
+            board.add_scalar(tag, known, line["version"], walltime=line.get("time"))
     if line["kind"] == "epoch":
         board.flush()

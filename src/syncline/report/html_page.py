@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -11,8 +10,8 @@ from typing import Any
 
 from syncline.report import svg_plots as svg
 from syncline.report.run_record import GONE, Line, RunRecord, learners_of
+from syncline.terminal import visible
 
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # no part of any page
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1f2937;max-width:1100px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .6rem}p{margin:.2rem 0}.faint{color:#6b7280}
@@ -48,13 +47,13 @@ def page(record: RunRecord) -> str:
         "<h2>Options</h2>",
         _options(record),
     ]
-    text = document(f"{record.name} · Syncline", "".join(body))
-    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    return document(f"{record.name} · Syncline", "".join(body))
 
 
 def document(title: str, body: str, style: str = "") -> str:
     head = f"<meta charset='utf-8'/><title>{escape(title)}</title><style>{STYLE}{style}</style>"
-    return f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{body}</body></html>\n"
+    text = f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head><body>{body}</body></html>\n"
+    return visible(text, lines=True)
 
 
 def plots(record: RunRecord) -> list[str]:
@@ -178,13 +177,10 @@ def _epochs(record: RunRecord) -> str:
     notes = [name for name in NOTES if record.noted(name)]
     rows = []
     for each in record.epochs:
-        loss = each.get("loss")
-        values = [each.get("metrics", {}).get(name) for name in names]
-        cells = [measure(n, v) if v is not None else "–" for n, v in zip(names, values, strict=True)]
-        said = [f"{each.get('notes', {}).get(name, float('nan')):.4g}" for name in notes]
-        training = f"{loss:.4g}" if loss is not None else "not finite"
+        cells = [measure(name, each["metrics"][name]) if name in each["metrics"] else "–" for name in names]
+        noted = [f"{each['notes'][name]:.4g}" if name in each["notes"] else "–" for name in notes]
         place = [str(each["epoch"] + 1), str(each.get("version")), f"{each['seconds']:.1f}"]
-        rows.append([*place, training, *said, *cells])
+        rows.append([*place, f"{each['loss']:.4g}", *noted, *cells])
     head = [record.word, "version", _seconds(record), "training loss", *notes, *record.metrics]
     return table(head, rows)
 
@@ -193,7 +189,7 @@ def _learners(record: RunRecord) -> str:
     rates = record.learner_rates(window=float("inf"))
     rows = []
     for each in learners_of(record.last):
-        loss = f"{each['loss']:.4g}" if each.get("loss") is not None else "–"
+        loss = f"{each['loss']:.4g}" if each["loss"] is not None else "–"
         rate = f"{rates.get(each['rank'], 0.0):.1f}"
         rows.append([str(each["rank"]), str(each.get("state")), str(each.get("steps")), rate, loss])
     return table(["learner", "at the end", "gradients", "gradients/s", "last loss"], rows)
@@ -201,7 +197,8 @@ def _learners(record: RunRecord) -> str:
 
 def _event_words(event: Line) -> str:
     who = f"learner {event['rank']} " if event.get("rank") is not None else ""
-    return f"{who}{str(event.get('what', '')).strip().splitlines()[0] if event.get('what') else event.get('event')}"
+    lines = str(event.get("what") or "").strip().splitlines() or [str(event.get("event"))]
+    return f"{who}{lines[0]}"
 
 
 def _events(record: RunRecord) -> str:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from syncline.nn.net import NetRow
 from syncline.nn.registry import find_type
 from syncline.report.svg_plots import COLOURS, FAINT, FONT, INK, RULE
+from syncline.terminal import visible
 
 HIGH, GAP, APART, MARGIN = 46, 34, 24, 20  # of boxes, between ranks, between boxes of a rank, around
 LETTER = 6.8  # the width of one
@@ -118,8 +119,8 @@ def _box(row: NetRow, places: Places, wide: dict[str, float]) -> str:
     return (
         f"<g><rect x='{x - size / 2:.1f}' y='{y - HIGH / 2:.1f}' width='{size:.1f}' height='{HIGH}' rx='6' "
         f"fill='{FILLS[role]}' stroke='{EDGES[role]}'/>"
-        f"<text x='{x:.1f}' y='{y - 4:.1f}' text-anchor='middle' font-weight='600' fill='{INK}'>{escape(name)}</text>"
-        f"<text x='{x:.1f}' y='{y + 13:.1f}' text-anchor='middle' fill='{FAINT}'>{escape(words)}</text></g>"
+        f"<text x='{x:.1f}' y='{y - 4:.1f}' text-anchor='middle' font-weight='600' fill='{INK}'>{escape(visible(name))}</text>"
+        f"<text x='{x:.1f}' y='{y + 13:.1f}' text-anchor='middle' fill='{FAINT}'>{escape(visible(words))}</text></g>"
     )
 
 

@@ -6,6 +6,7 @@ Responsible for what the numbers mean (rates, the best epoch, how a run ended); 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 from syncline.dial import SANDBLASTER
 from syncline.errors import UsageError
-from syncline.report.event_lines import EVENTS, read_lines
+from syncline.report.event_lines import EVENTS, number, read_lines
+from syncline.terminal import visible
 
 MOST_SAMPLES = 2000  # beyond, every second one goes
 # Events that are no faults: changes, and what is only said.
@@ -43,26 +45,32 @@ class RunRecord:
     # epochs, and how many events, before the last start
     earlier: tuple[frozenset[int], int] = (frozenset(), 0)
     _offset: float = 0.0  # seconds of the sessions before this one
+    _since: dict[int, float] = field(
+        default_factory=dict
+    )  # rank -> steps of the furthest learner when it joined
+    _furthest: float = 0.0  # steps of the furthest learner, counted so
 
     def feed(self, line: Line) -> None:
         """One line; a kind that is not known is passed over, so that later versions may add some."""
         kind = line.get("kind")
-        self.last_time = _number(line.get("time")) or self.last_time
+        self.last_time = _finite(line.get("time")) or self.last_time
         if kind == "start":
             self._start(line)
-        line = {**line, "seconds": self._offset + (_number(line.get("seconds")) or 0.0)}
+        line = {**line, "seconds": self._offset + (_finite(line.get("seconds")) or 0.0)}
         self.seconds = max(self.seconds, line["seconds"])
         if kind == "epoch" and isinstance(line.get("epoch"), int):
-            self.epochs = [each for each in self.epochs if each["epoch"] != line["epoch"]] + [line]
+            self.epochs = [each for each in self.epochs if each["epoch"] != line["epoch"]] + [_epoch(line)]
             self.epochs.sort(key=lambda each: each["epoch"])
         elif kind == "event":
             self.events.append(line)
         elif kind == "statistics" and isinstance(line.get("version"), int):
             self.samples.append(line)
+            self._place(line)
             if len(self.samples) > MOST_SAMPLES:
                 del self.samples[1:-1:2]
         elif kind == "end":
             self.end = line
+            self._place(line)
 
     def _start(self, line: Line) -> None:
         """Of the run, or of a session that goes on from a checkpoint: what came after that is forgotten."""
@@ -72,11 +80,14 @@ class RunRecord:
         self.options = line["run"] if isinstance(line.get("run"), dict) else {}
         resumed = line.get("resumed")
         if isinstance(resumed, dict):
-            epoch, version = _number(resumed.get("epoch")) or 0, _number(resumed.get("version")) or 0
+            epoch, version = _finite(resumed.get("epoch")) or 0, _finite(resumed.get("version")) or 0
             early = resumed.get("early")  # done before an earlier one
             ahead = early if isinstance(early, list) else []
             self.epochs = [each for each in self.epochs if each["epoch"] < epoch or each["epoch"] in ahead]
             self.samples = [each for each in self.samples if each["version"] <= version]
+        self._since, self._furthest = {}, 0.0
+        for each in self.samples if isinstance(resumed, dict) else ():
+            self._place(each)
         self.earlier = frozenset(each["epoch"] for each in self.epochs), len(self.events)
         if before == self.options.get("engine") == "sim":  # virtual time goes on from the checkpoint's moment
             kept = (each["seconds"] for each in (*self.epochs, *self.samples))
@@ -84,11 +95,18 @@ class RunRecord:
         else:
             self._offset = self.seconds
 
+    def _place(self, sample: Line) -> None:
+        """Note where each learner is; a new one starts where the furthest one was in the sample before."""
+        steps = {each["rank"]: _finite(each.get("steps")) or 0.0 for each in learners_of(sample)}
+        for rank in steps:
+            self._since.setdefault(rank, self._furthest)
+        self._furthest = max([self._furthest, *(self._since[rank] + steps[rank] for rank in steps)])
+
     # -- what follows from it ----------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        return self.path.name or str(self.path)
+        return visible(self.path.name or str(self.path))
 
     @property
     def state(self) -> str:
@@ -119,7 +137,7 @@ class RunRecord:
     @property
     def took(self) -> float | None:
         """Seconds that a simulated run really took, where that is known."""
-        return _number(self._kept("took")) if self.virtual else None
+        return _finite(self._kept("took")) if self.virtual else None
 
     def _alive(self) -> bool:
         start = self.started
@@ -141,11 +159,10 @@ class RunRecord:
         return self.samples[-1] if self.samples else {}
 
     def metric(self, name: str) -> list[tuple[float, float, float]]:
-        """(epochs done, seconds, value) of a test metric, or of `loss`, the training loss."""
+        """Return (epochs done, seconds, value) of a test metric, or of `loss`, the training loss; values may be nan or inf."""
         found = []
         for each in self.epochs:
-            metrics = _inner(each, "metrics")
-            value = _number(each.get("loss") if name == "loss" else metrics.get(name.removeprefix("test ")))
+            value = each["loss"] if name == "loss" else each["metrics"].get(name.removeprefix("test "))
             if value is not None:
                 found.append((each["epoch"] + 1.0, each["seconds"], value))
         return found
@@ -153,7 +170,7 @@ class RunRecord:
     @property
     def metrics(self) -> list[str]:
         """Names of all test metrics, as `test NAME`."""
-        names = {name: None for each in self.epochs for name in _inner(each, "metrics")}
+        names = {name: None for each in self.epochs for name in each["metrics"]}
         return [f"test {name}" for name in names]
 
     @property
@@ -163,15 +180,12 @@ class RunRecord:
 
     def noted(self, name: str) -> list[tuple[float, float]]:
         """(iterations done, value) of what a batch method says of itself."""
-        found = []
-        for each in self.epochs:
-            if (number := _number(_inner(each, "notes").get(name))) is not None:
-                found.append((each["epoch"] + 1.0, number))
-        return found
+        return [(each["epoch"] + 1.0, each["notes"][name]) for each in self.epochs if name in each["notes"]]
 
     @property
     def staleness(self) -> Line:
-        return _inner(self.last, "staleness")
+        found = _inner(self.last, "staleness")
+        return {**found, "mean": number(found.get("mean"))}
 
     @property
     def histogram(self) -> dict[int, int]:
@@ -185,22 +199,32 @@ class RunRecord:
     @property
     def throughput(self) -> float:
         """Examples a second over the last session, from its first statistics on."""
-        if self.end is not None and (given := _number(self.end.get("throughput"))) is not None:
+        if self.end is not None and (given := number(self.end.get("throughput"))) is not None:
             return given
         return self.rate("examples", window=30.0)
 
     def rate(self, key: str, *, window: float = 5.0) -> float:
         """How fast a number of the statistics has grown lately, per second."""
-        return _growth([(each["seconds"], _number(each.get(key)) or 0.0) for each in self._recent(window)])
+        return _growth([(each["seconds"], _finite(each.get(key)) or 0.0) for each in self._recent(window)])
 
     def learner_rates(self, *, window: float = 5.0) -> dict[int, float]:
         """Gradients a second, by rank."""
         points: dict[int, list[tuple[float, float]]] = {}
         for sample in self._recent(window):
             for each in learners_of(sample):
-                steps = _number(each.get("steps")) or 0.0
+                steps = _finite(each.get("steps")) or 0.0
                 points.setdefault(each["rank"], []).append((sample["seconds"], steps))
         return {rank: _growth(values) for rank, values in sorted(points.items())}
+
+    @property
+    def lags(self) -> dict[int, int]:
+        """Return the steps by which each learner is behind the furthest one, since it joined."""
+        last = learners_of(self.last)
+        done = {
+            each["rank"]: self._since.get(each["rank"], 0.0) + (_finite(each.get("steps")) or 0.0)
+            for each in last
+        }
+        return {rank: int(max(done.values()) - steps) for rank, steps in done.items()}
 
     def _recent(self, window: float) -> list[Line]:
         if not self.samples:
@@ -219,8 +243,8 @@ class RunRecord:
     @property
     def goal(self) -> tuple[str, float] | None:
         """The number of the statistics that ends the run, and where it will be then; None: that is not known."""
-        steps, epochs = _number(self.options.get("steps")), _number(self.options.get("epochs"))
-        size = _number(self.options.get("examples"))
+        steps, epochs = _finite(self.options.get("steps")), _finite(self.options.get("epochs"))
+        size = _finite(self.options.get("examples"))
         if steps:
             return "version", steps
         return ("examples", epochs * size) if epochs and size else None
@@ -232,8 +256,8 @@ class RunRecord:
             return 1.0
         if self.goal is not None:
             key, end = self.goal
-            return min(1.0, (_number(self.last.get(key)) or 0) / end)
-        epochs = _number(self.options.get("epochs"))
+            return min(1.0, (_finite(self.last.get(key)) or 0) / end)
+        epochs = _finite(self.options.get("epochs"))
         return len(self.epochs) / epochs if epochs else None
 
 
@@ -242,7 +266,8 @@ def learners_of(sample: Mapping[str, Any]) -> list[Line]:
     found = sample.get("learners")
     rows = found if isinstance(found, list) else []
     known = [each for each in rows if isinstance(each, dict) and isinstance(each.get("rank"), int)]
-    return sorted(known, key=lambda each: each["rank"])
+    numbered = [{**each, "loss": number(each.get("loss"))} for each in known]
+    return sorted(numbered, key=lambda each: each["rank"])
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -278,8 +303,20 @@ def judged(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return None
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _finite(value: Any) -> float | None:
+    """Return the number, or None where there is none that can be counted with."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _epoch(line: Line) -> Line:
+    """Return an epoch's line with numbers as loss, metrics and notes; unknown ones are nan."""
+    loss = number(line.get("loss"))
+    found = {**line, "loss": math.nan if loss is None else loss}
+    for key in ("metrics", "notes"):
+        known = {name: number(value) for name, value in _inner(line, key).items()}
+        found[key] = {name: math.nan if value is None else value for name, value in known.items()}
+    return found
 
 
 def _inner(line: Mapping[str, Any], key: str) -> Line:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from xml.etree import ElementTree
+
+from syncline.terminal import visible
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 INK, FAINT, RULE, FAULT = "#1f2937", "#6b7280", "#e5e7eb", "#b91c1c"
@@ -20,6 +22,7 @@ LEFT, RIGHT, TOP, BOTTOM = 60, 18, 34, 48
 LETTER, LINE = 5.8, 13.0  # size of a label's letters and lines
 ROW = 16  # height of the legend's rows
 WIDE = 8.0  # largest over smallest value, from which an axis is logarithmic
+LARGEST = 1e300  # number on an axis
 MANY = 60  # points of a line that has no dots
 Size = tuple[int, int]
 Point = tuple[float, float]
@@ -123,6 +126,7 @@ def curves(
     size: Size = LARGE,
 ) -> str:
     """One plot; scales are made from the points where they are not given. `level` is across it, `marks` are things that happened."""
+    drawn = [replace(curve, spots=[*filter(_drawable, curve.spots)]) for curve in drawn]
     spots = [spot for curve in drawn for spot in curve.spots]
     if not spots:
         return _empty(title, size)
@@ -142,7 +146,8 @@ def lines(
     title: str, series: Sequence[Series], *, x: str, y: str, marks: Sequence[Mark] = (), zero: bool = False
 ) -> str:
     """Lines over a common axis, with the zero if wanted; a single line is named by the title."""
-    found = [(name, points) for name, points in series if points]
+    finite = [(name, [*filter(_drawable, points)]) for name, points in series]
+    found = [(name, points) for name, points in finite if points]
     if not found:
         return _empty(title, SMALL)
     drawn = []
@@ -155,6 +160,12 @@ def lines(
     across = scale([spot.x for spot in spots] + [place for place, _ in marks], log=False)
     up = scale([0.0] * zero + [spot.y for spot in spots], log=False)
     return curves(title, drawn, x=x, y=y, across=across, up=up, marks=marks, size=SMALL)
+
+
+def _drawable(point: Spot | Point) -> bool:
+    """Leave out nan, infinite numbers, and numbers so large that distances overflow."""
+    x, y = (point.x, point.y) if isinstance(point, Spot) else point
+    return abs(x) <= LARGEST and abs(y) <= LARGEST
 
 
 def bars(title: str, values: Sequence[tuple[str, float, str]], *, x: str, y: str) -> str:
@@ -322,7 +333,7 @@ def _frame(title: str, size: Size, parts: Sequence[str]) -> str:
 
 def _svg(size: Size, content: str, more: str = "") -> str:
     box = f"viewBox='0 0 {size[0]} {size[1]}' width='{size[0]}' height='{size[1]}'"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {box}{more}>{content}</svg>"
+    return visible(f"<svg xmlns='http://www.w3.org/2000/svg' {box}{more}>{content}</svg>", lines=True)
 
 
 def _title(words: str) -> str:

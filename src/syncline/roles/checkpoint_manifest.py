@@ -42,7 +42,7 @@ T = TypeVar("T")
 class EpochRecord:
     """One epoch, at the version that folded its last example (M10)."""
 
-    epoch: int
+    epoch: int  # or iteration, counted from 0; what is printed counts from 1
     version: int
     seconds: float
     examples: int

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import io
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from syncline.errors import RunError, UsageError
+from syncline.jobs.job import read_table, read_text
+from syncline.jobs.keys import JobError
 from syncline.jobs.toml import dumps
 from syncline.report.event_lines import append_whole, write_whole
 from syncline.studies.grid import Point, StudyRow
@@ -108,8 +109,8 @@ class StudyStore:
             raise UsageError(f"{path} is no table of a study; give another --out")
         if first.removeprefix(MARK).split()[0] != digest(self.job):
             told = ""
-            with suppress(OSError, ValueError):
-                before = tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
+            with suppress(JobError):
+                before, _ = read_table(read_text(self.folder / JOB), JOB)
                 told = "; ".join(differences(common(before), self.job))
             raise UsageError(
                 f"{self.folder} holds the rows of another job ({told or 'its job.toml is gone'}); give another --out, or "

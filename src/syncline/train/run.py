@@ -92,7 +92,11 @@ MOST_DIALS = 64  # in one run
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run leaves (M10)."""
+    """What a run leaves (M10).
+
+    `history` has a record for each epoch, or iteration of a batch method, in order. `record.epoch` counts from 0, as Python does and as
+    `loader.epoch` does; the display, the report and all messages count from 1.
+    """
 
     version: int
     updates: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
 from syncline.engines.torchrun.rank_and_store import TorchrunPlace
-from syncline.errors import NotYetError, UsageError
+from syncline.errors import NothingLeft, NotYetError, UsageError
 from syncline.learn.server_session import check_whole
 from syncline.protocols.lifecycle import Faults
 from syncline.roles.checkpoint_manifest import Restored, restored
@@ -76,6 +77,13 @@ def run_spec(
         # small parts would cross links one by one
         plan = dataclasses.replace(plan, topology=dataclasses.replace(plan.topology, least=SHARD_BYTES))
     saving, storage = checkpoints.opened(plan)
+    try:
+        if not checkpoints.rank:
+            warn_of_nothing_left(plan, storage.restored)
+    except NothingLeft:  # raised by a filter, before anything starts
+        if storage.lock is not None:
+            storage.lock.release()
+        raise
     return RunSpec(
         task=task,
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
@@ -89,6 +97,23 @@ def run_spec(
         evaluate=evaluate,
         callbacks=callbacks,
     )
+
+
+def warn_of_nothing_left(plan: RunPlan, found: Restored | None) -> None:
+    """Warn where the checkpoint is at the run's end already: its totals are easily taken for what is to come."""
+    if found is None:
+        return
+    iterations = "iterations" if found.batch is not None else "updates"
+    for name, word, total, done in (
+        ("epochs", "epochs", plan.epochs, found.epoch),
+        ("steps", iterations, plan.limit, found.version),
+    ):
+        if total is not None and done >= total:
+            words = (
+                f"nothing is left to do: {found.name} has made {done} {word}, and {name}={total} is the total, not how many "
+                f"more; give {name}={done + total} to make {total} more"
+            )
+            warnings.warn(words, NothingLeft, stacklevel=4)
 
 
 def check_plan(plan: RunPlan, engine: Engine, faults: Faults, group: int, *, clocks: bool) -> None:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
 from typer.testing import CliRunner, Result
 
+import syncline as sl
 from syncline.cli.app import app
+from syncline.cli.plain_output import epoch_line
 from syncline.dial import PRESETS
+from syncline.errors import NothingLeft
+from syncline.report.event_lines import plain
+from syncline.report.html_page import page
+from syncline.report.run_record import read_run
 from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, start, statistics, whole
 
 JOB = """
@@ -63,6 +79,19 @@ def test_help_is_good_reading() -> None:
     assert syncline("--version").output.startswith("syncline ")
 
 
+@pytest.mark.parametrize("file", [[], ["job.toml"]], ids=["built-in", "file"])
+def test_steps_alone_replace_the_job_s_epochs(file: list[str]) -> None:
+    Path("job.toml").write_text(JOB)
+    options = ["--steps", "7", "--learners", "2", "--set", "engine.name=sim", "--run-dir", "out"]
+    result = syncline("train", *file, *options)
+    assert result.exit_code == 0, result.output
+    assert "finished: 7 updates in" in result.output and "epoch 1/" not in result.output
+    job = Path("out/job.toml").read_text()
+    assert "steps = 7" in job and "epochs" not in job
+    both = syncline("train", *file, *options, "--epochs", "2")
+    assert both.exit_code == 2 and "give either epochs or steps, got epochs = 2 and steps = 7" in both.output
+
+
 def test_presets_come_from_the_dial() -> None:
     output = syncline("presets").output
     for preset in PRESETS:
@@ -95,6 +124,45 @@ def test_a_finished_run_goes_on_with_its_own_job() -> None:
     assert result.exit_code == 0, result.output
     assert "epoch 2/2" in result.output and "epoch 1/2" not in result.output
     assert "resume" not in Path("out/job.toml").read_text()
+    assert [each["epoch"] for each in read_run("out").epochs] == [0, 1], "files count from 0"
+
+
+@pytest.mark.parametrize(
+    "options, made, total",
+    [
+        ([], "3 epochs", "--epochs 3 "),
+        (["--epochs", "2"], "3 epochs", "--epochs 2 "),
+        (["--steps", "5"], "updates", "--steps 5 "),
+        (["job.toml", "--epochs", "1"], "3 epochs", "--epochs 1 "),
+    ],
+)
+def test_a_run_with_nothing_left_to_do_says_so(options: list[str], made: str, total: str) -> None:
+    Path("job.toml").write_text(JOB)
+    assert syncline("train", "job.toml", "--epochs", "3", "--run-dir", "out").exit_code == 0
+    before = {path: path.read_bytes() for path in sorted(Path("out").rglob("*")) if path.is_file()}
+    result = syncline("train", "--resume", "out", *options)
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: nothing is left to do: ") and f"{made}, and {total}is the total" in line
+    more = re.search(r"give (--\w+) (\d+) to make \d+ more$", line)
+    assert more is not None
+    assert before == {path: path.read_bytes() for path in sorted(Path("out").rglob("*")) if path.is_file()}
+    assert syncline("train", "--resume", "out", more[1], more[2]).exit_code == 0
+
+
+def test_in_python_it_is_a_warning_and_the_weights_come_back() -> None:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": SGD, "engine": "sim"}
+    data = (torch.randn(32, 4), torch.randint(2, (32,)))
+    first = sl.train(nn.Linear(4, 2), data, epochs=2, run_dir="out", **options)
+    for total, words in (
+        ({"epochs": 1}, "has made 2 epochs, and epochs=1 is the total, not how many more; give epochs=3"),
+        ({"steps": 1}, f"has made {first.updates} updates, and steps=1 is the total"),
+    ):
+        with pytest.warns(NothingLeft, match=words):
+            again = sl.train(
+                nn.Linear(4, 2), data, resume="out", run_dir=f"other-{total}", **total, **options
+            )
+        assert all(torch.equal(again.state_dict()[key], value) for key, value in first.state_dict().items())
 
 
 def test_a_run_over_all_reduce_goes_on_the_same_way() -> None:
@@ -122,8 +190,18 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no callable": (["job.toml", "--set", "model=nowhere:Net"], "nowhere"),
     "no pair": (["job.toml", "--set", "learners"], "is no key=value"),
     "not TOML": (["broken.toml"], "broken.toml:1: not TOML"),
-    "no run": (["--resume", "nowhere"], "nowhere: there is no job.toml to go on with"),
-    "no checkpoint": (["job.toml", "--resume", "nowhere"], "no checkpoint at"),
+    "no run": (["--resume", "nowhere"], "--resume nowhere: no such folder; name the folder of a run"),
+    "a job, no run": (["job.toml", "--resume", "nowhere"], "--resume nowhere: no such folder"),
+    "an empty folder": (
+        ["--resume", "empty"],
+        "--resume empty: no run is in this folder, it has no checkpoints",
+    ),
+    "a run of Python": (
+        ["--resume", "old"],
+        "old: there is no job.toml in it, as of a run that Python started; continue there with resume='old', or name a job "
+        "file: syncline train JOB.toml --resume old",
+    ),
+    "no checkpoint": (["job.toml", "--resume", "old"], "no checkpoint at"),
     "a file as folder": (["job.toml", "--run-dir", "job.toml/x"], "cannot use job.toml/x"),
     "a run as folder": (["job.toml", "--run-dir", "old"], "old holds a run already"),
 }
@@ -137,6 +215,7 @@ def test_bad_input_is_one_message(arguments: list[str], words: str) -> None:
     Path("job.toml").write_text(JOB)
     Path("broken.toml").write_text("= 3")
     written(Path("old"), whole())
+    Path("empty").mkdir()
     result = syncline("train", *arguments)
     expected = 1 if words in ONCE_BEGUN else 2
     assert result.exit_code == expected, result.output
@@ -212,3 +291,68 @@ def test_simulated_and_real_runs_are_told_apart(tmp_path: Path) -> None:
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "syncline", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("syncline ")
+
+
+# -- numbers that are not finite -----------------------------------------------------------------------------------
+
+NUMBERS = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 10**400, 0])
+
+
+def run_with(values: list[float], sync: str) -> list[dict[str, Any]]:
+    """Return a run of epochs or of iterations with these numbers, in turn."""
+    draw = cycle(values).__next__
+    lines = []
+    for line in [start(run={**OPTIONS, "sync": sync, "epochs": None, "steps": 30}), *whole()[1:]]:
+        if line["kind"] == "epoch":
+            names = ("loss", "accuracy", "rate")
+            line |= {"loss": draw(), "losses": {"0": draw()}, "metrics": {name: draw() for name in names}}
+            line["notes"] = {"step": draw(), "gradient": draw()}
+        elif line["kind"] in ("statistics", "end"):
+            staleness = {**line["staleness"], "mean": draw()}
+            line |= {
+                "staleness": staleness,
+                "learners": [{**each, "loss": draw()} for each in line["learners"]],
+            }
+        if line["kind"] == "end":
+            line["throughput"] = draw()
+        lines.append(plain(line))
+    return lines
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=7), st.sampled_from(["softsync:1", "sandblaster"]))
+@settings(max_examples=60, deadline=None)
+def test_numbers_that_are_not_finite_are_shown(values: list[float], sync: str) -> None:
+    with TemporaryDirectory() as root:
+        folder = written(Path(root) / "run", run_with(values, sync))
+        plot = Path(root) / "plot.svg"
+        for command in (["show", folder], ["compare", folder, folder, "--plot", str(plot)]):
+            result = syncline(*command)
+            assert result.exit_code == 0, result.output
+        assert "nan" not in "".join(re.findall(r"points='[^']*'", plot.read_text()))
+        record = read_run(folder)
+    ElementTree.fromstring(page(record).removeprefix("<!DOCTYPE html>\n"))
+    for each in record.epochs:
+        assert re.search(r"loss (-?[\d.]+|nan|-?inf)  ", epoch_line(record, each))
+
+
+NAN = """
+import torch
+def evaluate(model):
+    return {"loss": float("nan"), "accuracy": float("inf")}
+def objective(model, batch):
+    return model(batch[0]).sum() * 0 + float("nan")
+"""
+
+
+@pytest.mark.filterwarnings("ignore::syncline.errors.SynclineWarning")
+def test_a_run_with_a_loss_that_is_not_finite() -> None:
+    Path("broken_loss.py").write_text(NAN)
+    job = JOB.replace('loss = "cross_entropy"', 'objective = "broken_loss:objective"')
+    Path("job.toml").write_text(f'{job}evaluate = "broken_loss:evaluate"\n')
+    result = syncline("train", "job.toml", "--run-dir", "out")
+    assert result.exit_code == 0, result.output
+    assert "epoch 1/1" in result.output and "loss nan  test loss nan  test accuracy inf %" in result.output
+    shown = " ".join(syncline("show", "out").output.replace("│", " ").split())
+    assert "in epoch 1 is nan" in shown and "epoch 0" not in shown
+    page = Path("out/report.html").read_text()
+    assert "in epoch 1 is nan" in page and "epoch 0" not in page

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from syncline.cli.display import panel
 from syncline.report.run_record import RunRecord
-from tests.unit.report.lines_of_a_run import epoch, event, start, statistics
+from tests.unit.report.lines_of_a_run import end, epoch, event, start, statistics
 from tests.unit.report.test_run_record import fed
 
 
@@ -34,6 +34,25 @@ def test_learners_by_line() -> None:
     assert any("waits for learner 1" in row for row in rows)
     assert any("computing" in row and "10.0/s" in row for row in rows)
     assert any("lost" in row and "10.0/s" not in row for row in rows)
+
+
+def with_steps(seconds: float, version: int, *steps: int) -> dict[str, Any]:
+    learners = [{"rank": rank, "state": "computing", "steps": each} for rank, each in enumerate(steps)]
+    return {**statistics(seconds, version=version), "learners": learners}
+
+
+def test_the_lag_of_a_new_learner_counts_from_when_it_joined() -> None:
+    began = [start(), with_steps(1.0, 5, 90, 100), with_steps(2.0, 9, 180, 200)]
+    assert fed(began).lags == {0: 20, 1: 0}
+    resumed = [*began, start(resumed={"version": 9, "epoch": 0}), with_steps(0.5, 10, 185, 201, 1)]
+    assert fed(resumed).lags == {0: 16, 1: 0, 2: 0}
+    joined = [*resumed, with_steps(1.0, 12, 190, 210, 8, 2), with_steps(2.0, 30, 290, 310, 70, 105)]
+    assert fed(joined).lags == {0: 20, 1: 0, 2: 40, 3: 4}
+    assert " 40 " in shown(fed(joined)) and "310" not in shown(fed(joined))
+    back = [*joined, start(resumed={"version": 9, "epoch": 0}), with_steps(0.5, 10, 185, 201, 1)]
+    assert fed(back).lags == fed(resumed).lags, "what came after the checkpoint is forgotten"
+    ended = {**end(), "learners": with_steps(3.0, 40, 300, 320, 100, 120)["learners"]}
+    assert fed([*joined, ended]).lags == {0: 21, 1: 1, 2: 21, 3: 0}
 
 
 def test_many_learners_and_a_small_terminal() -> None:

@@ -122,19 +122,21 @@ def test_two_runs_of_one_second_have_two_folders(monkeypatch: pytest.MonkeyPatch
 def test_a_folder_that_is_named_or_goes_on_is_that_one(
     options: dict[str, Any], run_dir: str | None, resume: str | None
 ) -> None:
+    Path("runs/a/checkpoints").mkdir(parents=True)
     job = load(wished(**options))
     assert (job.run_dir, job.resume) == (run_dir, resume)
 
 
 def test_the_job_s_own_folder_stays() -> None:
     Path("own.toml").write_text(f'run_dir = "mine"\n{JOB}')
+    Path("runs/a/checkpoints").mkdir(parents=True)
     assert load(wished(job="own.toml")).run_dir == "mine"
     assert load(wished(job="own.toml", resume="runs/a")).run_dir is None, "it goes on where it was"
 
 
 def test_a_run_goes_on_with_its_own_job_unless_another_is_named() -> None:
     Path("runs/a/checkpoints/000000007").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"there is no job\.toml to go on with; name the job"):
+    with pytest.raises(UsageError, match=r"there is no job\.toml in it, as of a run that Python started"):
         load(wished(job=None, resume="runs/a"))
     Path("runs/a/job.toml").write_text(JOB.replace("learners = 3", "learners = 8"))
     for where in ("runs/a", "runs/a/checkpoints", "runs/a/checkpoints/000000007"):

@@ -84,15 +84,10 @@ def test_the_first_line_says_what_runs(options: dict[str, Any], words: str) -> N
 
 
 def test_an_iteration_s_line_has_what_the_method_says_and_no_version() -> None:
-    record = fed([start(run={**OPTIONS, "sync": "sandblaster", "epochs": None, "steps": 30})])
-    line = {
-        **epoch(4, accuracy=0.75),
-        "loss": None,
-        "notes": {"step": 0.51234},
-        "metrics": {"accuracy": None},
-    }
-    assert epoch_line(record, line) == (
-        "iteration 5/30  loss not finite  test accuracy not finite  step 0.512  5.0 s"
+    line = {**epoch(4, accuracy=0.75), "loss": "nan", "notes": {"step": 0.51234}, "metrics": {"loss": "-inf"}}
+    record = fed([start(run={**OPTIONS, "sync": "sandblaster", "epochs": None, "steps": 30}), line])
+    assert (
+        epoch_line(record, record.epochs[0]) == "iteration 5/30  loss nan  test loss -inf  step 0.512  5.0 s"
     )
 
 

@@ -141,9 +141,36 @@ def test_lines() -> None:
     }
 
 
-def test_a_very_long_value_ends_the_search() -> None:
+def test_lines_behind_a_long_value() -> None:
     text = "a = 1\nb = [\n" + "1,\n" * 30_000 + "]\nc = 2\n"
-    assert lines_of(text) == {("a",): 1}
+    assert lines_of(text) == {("a",): 1, ("b",): 2, ("c",): 30_004}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"""\n[a]\nb = 1\n"""',
+        '"""""x"""""',
+        "'''\n]]\n'' # b = 2\n'''",
+        "'''''x'''''",
+        r'"\"] = ["',
+        r'"\\"',
+        "'\\'",
+        "[1.5, # ] b = 2\n{c = '}', d.e = [\n]}, [],\n]",
+        "1979-05-27T07:32:00.5  # b = [",
+    ],
+)
+def test_nothing_inside_a_value_is_a_key(value: str) -> None:
+    text = f"first = {value}\n[ 'x.y' . z ] # [w]\nlast = 1\n"
+    after = text.count("\n")
+    assert tomllib.loads(text)["x.y"]["z"] == {"last": 1}
+    assert lines_of(text) == {("first",): 1, ("x.y", "z"): after - 1, ("x.y", "z", "last"): after}
+
+
+@given(st.text("ab.=[]{}#\"'\\\n ,", max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_any_text_has_lines_or_is_too_deep(text: str) -> None:
+    assert all(1 <= line <= text.count("\n") + 1 for line in lines_of(text).values())
 
 
 @given(TABLES)

@@ -111,7 +111,7 @@ def test_a_loss_that_is_no_number_is_told_of_once(watched: Watched) -> None:
     watched.watch.not_finite(float("inf"), 7, 2)
     watched.watch.not_finite(float("nan"), 8, None)
     assert len(watched.said) == 1
-    assert "the loss of its step 7 in epoch 2 is inf" in watched.said[0].text
+    assert "the loss of its step 8 in epoch 3 is inf" in watched.said[0].text
 
 
 def test_losses_on_a_card_are_looked_at_once_an_epoch_or_in_many_steps(watched: Watched) -> None:

@@ -136,7 +136,7 @@ def test_a_joiner_starts_in_the_newest_epoch() -> None:
     finish(ledger, 0), finish(ledger, 0, 1)
     ledger.join(7, 1)
     assert ledger.epoch(7) == 1
-    with pytest.raises(RunError, match="learner 7 asks for epoch 0, but started in epoch 1"):
+    with pytest.raises(RunError, match="learner 7 asks for epoch 1, but started in epoch 2"):
         ledger.ask(7, 0)
     assert ledger.ask(7, 1) == [End(7, 0, 1)]
     assert ledger.ask(7, 2) == [Grant(7, 1, 2, 0, 2)]

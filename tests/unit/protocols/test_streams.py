@@ -151,7 +151,7 @@ def test_joiners_start_in_the_newest_epoch_that_is_not_done() -> None:
     read(streams, 0, 1)
     streams.join(7, 1)
     assert streams.epoch(7) == 1
-    with pytest.raises(RunError, match="asks for epoch 0, but started in epoch 1"):
+    with pytest.raises(RunError, match="asks for epoch 1, but started in epoch 2"):
         streams.ask(7, 0)
     assert streams.ask(7, 1) == [Grant(7, 0, 1, 0, 0)]
     with pytest.raises(RunError, match="joins the feed twice"):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from syncline.errors import RunError
-from syncline.report.event_lines import LineWriter, plain, read_lines, write_whole
+from syncline.report.event_lines import LineWriter, number, plain, read_lines, write_whole
 
 
 def test_what_json_does_not_know() -> None:
@@ -23,16 +26,24 @@ def test_what_json_does_not_know() -> None:
         "d": np.int64(3),
         "e": Path("x"),
     }
-    assert plain(value) == {"1": None, "b": [1, None], "c": 2.5, "d": 3, "e": "x"}
+    assert plain(value) == {"1": "nan", "b": [1, "inf"], "c": 2.5, "d": 3, "e": "x"}
     json.dumps(plain(value), allow_nan=False)
+
+
+@given(st.floats() | st.integers())
+def test_every_number_comes_back_through_json(value: float) -> None:
+    found = number(json.loads(json.dumps(plain(value), allow_nan=False)))
+    assert found == value or (found is not None and math.isnan(found) and math.isnan(value))
+    assert number(10**400) == math.inf and number(-(10**400)) == -math.inf
+    assert [number(each) for each in (None, True, "1", "infinity", [1])] == [None] * 5
 
 
 def test_lines_are_readable_while_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     writer = LineWriter(path)
-    for number in range(3):
-        writer.write({"n": number, "text": "λ\nμ"})
-        assert [line["n"] for line in read_lines(path)] == list(range(number + 1))
+    for count in range(3):
+        writer.write({"n": count, "text": "λ\nμ"})
+        assert [line["n"] for line in read_lines(path)] == list(range(count + 1))
     assert path.read_bytes().count(b"\n") == 3
 
 
