@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from syncline.dial import Course, Sync
-from syncline.engines.checkpoint_options import Checkpoints
+from syncline.engines.checkpoint_options import Checkpoints, checkpoints_of
 from syncline.engines.local.engine import Local
+from syncline.engines.process_titles import name_of_run
 from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
@@ -76,6 +78,7 @@ def run_spec(
         # small parts would cross links one by one
         plan = dataclasses.replace(plan, topology=dataclasses.replace(plan.topology, least=SHARD_BYTES))
     saving, storage = checkpoints.opened(plan)
+    folder = Path(run_dir) if run_dir is not None else checkpoints_of(Path(resume)).parent if resume else None
     return RunSpec(
         task=task,
         plan=dataclasses.replace(plan, saving=saving, snapshots=evaluate is not None),
@@ -88,6 +91,7 @@ def run_spec(
         storage=storage,
         evaluate=evaluate,
         callbacks=callbacks,
+        name=name_of_run(folder),
     )
 
 

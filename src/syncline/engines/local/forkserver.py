@@ -27,6 +27,7 @@ import torch
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.shared_memory import crash_at
 from syncline.engines.malloc_tuning import keep_freed_memory
+from syncline.engines.process_titles import set_title
 from syncline.errors import RunError
 
 CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
@@ -169,6 +170,7 @@ def _warm_up() -> None:
 
 
 def serve(fd: int) -> None:
+    set_title(f"fork server of process {os.getppid()}")
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all: it lives as long as the caller
@@ -298,6 +300,7 @@ class Setup:
     """The first message to a child."""
 
     role: str  # "learner", "shard", "node" or "evaluator"
+    title: str
     threads: int
     path: list[str]
     folder: str
@@ -359,6 +362,7 @@ def _redirect(out: int, err: int) -> None:
 
 
 def _settle(setup: Setup) -> None:
+    set_title(setup.title)
     sys.path[:] = setup.path
     os.environ.clear()
     os.environ.update(setup.environment)
