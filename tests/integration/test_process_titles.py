@@ -33,7 +33,7 @@ def own_title(session: sl.Session) -> str:
 
 
 def agent_and_own_title(session: sl.Session) -> tuple[str, str]:
-    """The learner is a child of its agent's fork server; the caller's fork server stands where there is no agent."""
+    """Return the title of the learner's agent, the parent of its fork server, or without an agent the fork server's."""
     server = os.getppid()
     above = title(int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1]))
     return (above if "agent" in above else title(server)), own_title(session)

@@ -185,7 +185,7 @@ def test_nothing_tells_to_install_from_an_index() -> None:
 
 
 def test_the_first_screen_of_the_readme_installs_and_runs(tmp_path: Path) -> None:
-    """Its first script runs unchanged, in a new process, from another folder."""
+    """Run the first script unchanged, in a new process, from another folder."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     before, script = re.findall(r"\A(.*?)```python\n(.*?)```", text, re.DOTALL)[0]
     assert len(before.splitlines()) < 25
