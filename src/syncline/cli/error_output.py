@@ -16,7 +16,6 @@ from contextlib import contextmanager
 import typer
 
 from syncline.errors import LearnerError, SynclineError, UsageError
-from syncline.jobs import JobError
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 PLAIN = {
@@ -56,6 +55,8 @@ def told(debug: bool) -> Iterator[None]:
 
 def message(error: Exception) -> str:
     """Short: without the traceback in its text."""
+    from syncline.jobs import JobError  # imports torch
+
     if isinstance(error, JobError):
         return "\n".join(error.problems)
     text = str(error).strip()

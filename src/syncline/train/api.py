@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from syncline.train.groups import (
     under_torchrun,
     updates_locally,
 )
-from syncline.train.run import Run
+from syncline.train.run import Result, Run
 from syncline.train.spec import (
     DEFAULT_LEARNERS,
     Dial,
@@ -49,7 +49,43 @@ from syncline.train.spec import (
     topology_of,
 )
 
+ModelOrFactory = nn.Module | Callable[[], nn.Module]
+Examples = Dataset[Any] | tuple[torch.Tensor, ...]
 
+
+@overload
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    learners: int = DEFAULT_LEARNERS,
+    sync: Dial = "hardsync",
+    topology: str = "servers",
+    engine: str | Engine = "local",
+    device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    clip_norm: float | None = None,
+    batch_size: int | None = None,
+    warmstart: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint_every: int | str | None = AUTO,
+    keep_checkpoints: int = 2,
+    clocks: bool = False,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
+    wait: Literal[True] = True,
+    group: int = 1,
+    plan: Any = None,
+    **keywords: Any,
+) -> Result: ...
+@overload
+def launch(function: Callable[..., Any], *arguments: Any, wait: Literal[False], **keywords: Any) -> Run: ...
+@overload
+def launch(function: Callable[..., Any], *arguments: Any, wait: bool, **keywords: Any) -> Result | Run: ...
 def launch(
     function: Callable[..., Any],
     *arguments: Any,
@@ -77,7 +113,7 @@ def launch(
     group: int = 1,
     plan: Any = None,
     **keywords: Any,
-) -> Any:
+) -> Result | Run:
     """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
 
     `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
@@ -116,9 +152,65 @@ def launch(
     return run.wait() if wait else run
 
 
+class TrainOptions(TypedDict, total=False):
+    """Every option of `train` but `wait`, for type checkers; the signature of `train` has the defaults."""
+
+    loss: Loss | None
+    objective: Objective | None
+    optimizer: Required[Callable[..., torch.optim.Optimizer] | BatchMethod]
+    schedule: Callable[[Any], Any] | None
+    sync: Dial
+    topology: str
+    engine: str | Engine
+    learners: int
+    batch_size: int
+    global_batch_size: int | None
+    epochs: int | None
+    steps: int | None
+    evaluate: Dataset[Any] | tuple[torch.Tensor, ...] | Callable[[nn.Module], dict[str, float]] | None
+    clip_norm: float | None
+    warmstart: int
+    device: str | Sequence[str] | None
+    table_device: str | None
+    data_device: str | None
+    seed: int
+    policy: str
+    collate: Callable[[list[Any]], Any] | None
+    threads: int | None
+    run_dir: str | Path | None
+    resume: str | Path | None
+    checkpoint_every: int | str | None
+    keep_checkpoints: int
+    clocks: bool
+    on_error: str
+    replace: bool
+    patience: float | None
+    kill_hung: bool
+    callbacks: Callback | Sequence[Callback]
+    gradient: str | Callable[[nn.Module, Any], torch.Tensor]
+    regulariser: Callable[[nn.Module], torch.Tensor] | None
+    stop: Mapping[str, Any] | None
+    group: int
+    plan: Any
+    local_update: bool
+    check: bool
+
+
+@overload
 def train(
-    model: nn.Module | Callable[[], nn.Module],
-    data: Dataset[Any] | tuple[torch.Tensor, ...],
+    model: ModelOrFactory, data: Examples, *, wait: Literal[True] = True, **options: Unpack[TrainOptions]
+) -> Result: ...
+@overload
+def train(
+    model: ModelOrFactory, data: Examples, *, wait: Literal[False], **options: Unpack[TrainOptions]
+) -> Run: ...
+@overload
+def train(
+    model: ModelOrFactory, data: Examples, *, wait: bool, **options: Unpack[TrainOptions]
+) -> Result | Run: ...
+def train(
+    model: ModelOrFactory,
+    data: Examples,
     *,
     loss: Loss | None = None,
     objective: Objective | None = None,
@@ -160,7 +252,7 @@ def train(
     plan: Any = None,
     local_update: bool = True,
     check: bool = False,
-) -> Any:
+) -> Result | Run:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
     A callable `model` makes it, with this seed, in every learner; `data` is a Dataset, or a tuple of tensors.

@@ -160,13 +160,15 @@ def _warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     torch.optim.SGD([parameter], lr=0.1).step()  # not Adam: it counts GPUs, and then no child could use one
-    from syncline.engines.local import (  # noqa: F401 - all that children do
+    from syncline import data  # noqa: F401 - and all that children do
+    from syncline.engines.local import (  # noqa: F401
         allreduce_learner,
         batch_processes,
         seat_processes,
         server,
         tree_node,
     )
+    from syncline.learn import train_and_evaluate  # noqa: F401
 
 
 def serve(fd: int) -> None:
