@@ -80,6 +80,10 @@ class _Package(ModuleType):
         if not (name in _HOME_OF and isinstance(value, ModuleType)):  # as an import of the room would bind it
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by name, as cloudpickle does with plain modules: functions that mention the package travel to learners."""
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

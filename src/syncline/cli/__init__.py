@@ -4,8 +4,6 @@
     options.py       the job that a command line asks for
     train.py         a job to its end; simulate.py, fault_hunt.py, tradeoff.py, plan.py: the work of one command each
     study_display.py how a study of many runs is shown
-    display.py       a run as a panel, live or once for `show`; several side by side
-    plain_output.py  a run in lines: what plain output and summaries say
     error_output.py  errors and warnings on stderr, exit codes; letters where a terminal has not all
 
 Displays render a `RunRecord`; nothing here decides anything about training.

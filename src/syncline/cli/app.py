@@ -204,10 +204,10 @@ def show(
 ) -> None:
     """Print a run, finished or running: how far, how good, how stale, who did what. Of a job or a saved net, its layers."""
     with told(debug):
-        from syncline.cli.display import panel
-        from syncline.cli.plain_output import duration, event_line, how, print_line, print_rows, summary
         from syncline.report.clock_file import clock_lines
+        from syncline.report.run_panel import panel
         from syncline.report.run_record import read_run
+        from syncline.report.run_text import duration, event_line, how, print_line, print_rows, summary
 
         if run is not None and run.suffix in NETS and not run.is_dir():
             _show_net(run, graph=graph)
@@ -265,7 +265,7 @@ def compare(
 ) -> None:
     """Put several runs side by side, with a plot if wanted."""
     with told(debug):
-        from syncline.cli.display import comparison, write_plot
+        from syncline.report.run_panel import comparison, write_plot
         from syncline.report.run_record import read_run
 
         records = [read_run(run) for run in runs]

@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from syncline.cli.options import Wish, load, on_simulator, refuse_other_engine
-from syncline.cli.plain_output import account, duration, event_line, print_line, print_rows
 from syncline.cli.train import run_job
 from syncline.jobs import Job
+from syncline.report.run_text import account, duration, event_line, print_line, print_rows
 from syncline.sim.timing.run_times import Follow, Look
 from syncline.studies.point_run import time_job
 

@@ -18,7 +18,6 @@ from rich.live import Live
 
 from syncline.cli.error_output import FAILURE, INTERRUPTED
 from syncline.cli.options import SIMULATED, Wish, load, on_simulator, refuse_other_engine
-from syncline.cli.plain_output import counted, near, print_line
 from syncline.cli.study_display import Progress, last_words, panel, row_line
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO
@@ -28,6 +27,7 @@ from syncline.jobs.toml import parse_override
 from syncline.learn.server_session import check_batches
 from syncline.protocols.lifecycle import Faults
 from syncline.report.event_lines import write_whole
+from syncline.report.run_text import counted, near, print_line
 from syncline.studies.grid import Grid, Point, StudyRow, parse_dials, parse_numbers
 from syncline.studies.grid import asked as row_of
 from syncline.studies.picture import page, picture

@@ -21,7 +21,8 @@ def name_of_run(folder: Path | None) -> str:
     if folder is not None:
         return folder.resolve().name
     script = Path(sys.argv[0]).name if getattr(sys, "argv", None) else ""
-    return f"{'python' if script in ('', '-c') else script}[{os.getpid()}]"
+    known = {"": "python", "-c": "python", "ipykernel_launcher.py": "notebook"}
+    return f"{known.get(script, script)}[{os.getpid()}]"
 
 
 def title_of(part: str, run: str) -> str:

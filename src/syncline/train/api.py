@@ -78,6 +78,7 @@ def launch(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     wait: Literal[True] = True,
+    progress: bool = True,
     group: int = 1,
     plan: Any = None,
     **keywords: Any,
@@ -110,6 +111,7 @@ def launch(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     wait: bool = True,
+    progress: bool = True,
     group: int = 1,
     plan: Any = None,
     **keywords: Any,
@@ -148,7 +150,7 @@ def launch(
     )
     task = Task(function, arguments, keywords)
     spec = run_spec(runner, task, description, given, group=group, cut=plan)
-    run = Run(runner, spec, None)
+    run = Run(runner, spec, None, progress=progress)
     return run.wait() if wait else run
 
 
@@ -190,6 +192,7 @@ class TrainOptions(TypedDict, total=False):
     gradient: str | Callable[[nn.Module, Any], torch.Tensor]
     regulariser: Callable[[nn.Module], torch.Tensor] | None
     stop: Mapping[str, Any] | None
+    progress: bool
     group: int
     plan: Any
     local_update: bool
@@ -248,6 +251,7 @@ def train(
     regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
     stop: Mapping[str, Any] | None = None,
     wait: bool = True,
+    progress: bool = True,
     group: int = 1,
     plan: Any = None,
     local_update: bool = True,
@@ -288,7 +292,7 @@ def train(
     runner = engine_of(engine)
     if wants_batch(sync, optimizer):
         batch, whole = batch_spec(runner, **given)
-        run = Run(runner, batch, whole)
+        run = Run(runner, batch, whole, progress=progress)
         return run.wait() if wait else run
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology, local_update=local_update)
@@ -365,5 +369,5 @@ def train(
         evaluate=evaluation,
         callbacks=(*checks.check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
-    run = Run(runner, spec, whole, made)
+    run = Run(runner, spec, whole, made, progress=progress)
     return run.wait() if wait else run

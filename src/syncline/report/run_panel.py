@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.plain_output import duration, event_line, headline, last_and_best, lasted
 from syncline.errors import RunError, UsageError
 from syncline.report import svg_plots as svg
 from syncline.report.event_lines import write_whole
 from syncline.report.html_page import measure
 from syncline.report.run_record import GONE, Line, RunRecord, learners_of
+from syncline.report.run_text import duration, event_line, headline, last_and_best, lasted
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
 MOST_LEARNERS, MOST_EVENTS = 16, 4
