@@ -91,7 +91,7 @@ def test_one_rank_of_torchrun_shows(tmp_path: Path) -> None:
 
 
 class Terminal:
-    """A script whose stderr is a pseudo-terminal; its stdout is a pipe."""
+    """A script with a pseudo-terminal as stderr and a pipe as stdout."""
 
     def __init__(self, path: Path) -> None:
         self.parent, child = pty.openpty()

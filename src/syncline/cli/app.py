@@ -27,6 +27,7 @@ from syncline.cli.arguments import (
     Faults,
     Group,
     HuntJobs,
+    IfExists,
     JobFile,
     Learners,
     Memory,
@@ -128,6 +129,7 @@ def train(
             metavar="RUN", help="Go on with a run from its last checkpoint; its own job if none is given."
         ),
     ] = None,
+    if_exists: IfExists = None,
     set_: Sets = None,
     debug: Debug = False,
 ) -> None:
@@ -150,6 +152,7 @@ def train(
         "epochs": epochs,
         "device": device.split(",") if device and "," in device else device,
         "seed": seed,
+        "if_exists": if_exists,
     }
     with told(debug):
         from syncline.cli.options import Wish, load

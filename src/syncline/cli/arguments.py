@@ -24,6 +24,12 @@ Seed = Annotated[
 RunDir = Annotated[
     str | None, typer.Option(metavar="FOLDER", help="The run folder; runs/<date-time>-<name> if not given.")
 ]
+IfExists = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WORD", help="Where the run folder holds a run: resume it, replace it, or take a new name."
+    ),
+]
 Cluster = Annotated[
     str | None,
     typer.Option(

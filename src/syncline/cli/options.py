@@ -81,7 +81,7 @@ def _folder(wish: Wish, file: Path | None) -> list[str]:
     """Overrides for the run folder: the one that was named, the one that goes on, the job's own, or a new one."""
     if wish.resume is not None:
         where = f"run_dir={_quoted(wish.run_dir)}" if wish.run_dir else "run_dir="
-        return [f"resume={_quoted(wish.resume)}", where]
+        return [f"resume={_quoted(wish.resume)}", where, "if_exists="]
     if wish.run_dir is not None:
         return [f"run_dir={_quoted(wish.run_dir)}"]
     table: dict[str, Any] = {}

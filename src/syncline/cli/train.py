@@ -15,7 +15,7 @@ from syncline.errors import SynclineError, Terminated
 from syncline.jobs import Job
 from syncline.jobs.toml import dumps
 from syncline.report.folder_writer import MODEL
-from syncline.report.progress import Progress
+from syncline.report.progress import ProgressDisplay
 from syncline.report.run_record import RunRecord
 from syncline.report.run_text import (
     account,
@@ -34,7 +34,9 @@ def run_job(job: Job, wish: Wish, console: Console) -> int:
         forkserver.start_here()  # before anything makes a thread
     run = train(**job.build(), wait=False, progress=False)
     assert run.recording is not None
-    table = {key: value for key, value in job.table().items() if key != "resume"}  # of the run as a whole
+    table = {
+        key: value for key, value in job.table().items() if key not in ("resume", "if_exists")
+    }  # of the run as a whole
     if job.run_dir is None and job.resume is not None:
         table["run_dir"] = str(checkpoints_of(Path(job.resume)).parent)
     run.recording.keep(JOB, dumps(table))
@@ -43,7 +45,7 @@ def run_job(job: Job, wish: Wish, console: Console) -> int:
     def note() -> str:
         return "stopping: learners finish their step" if run.interrupts.number else ""
 
-    progress = Progress(record, near(record.path), console=console, note=note, closing=False)
+    progress = ProgressDisplay(record, near(record.path), console=console, note=note, closing=False)
     try:
         with progress.shown():
             result = _result(run)
@@ -80,7 +82,7 @@ def _last_words(record: RunRecord, result: Result, wish: Wish, console: Console)
     if result.interrupted:
         print_line(console, f"go on with:  syncline train --resume {shlex.quote(near(record.path))}")
         return
-    options = [*wish.flags.items(), *wish.simulator.items()]
+    options = [each for each in (*wish.flags.items(), *wish.simulator.items()) if each[0] != "if_exists"]
     given = [(f"--{key.replace('_', '-')}", str(value)) for key, value in options if value is not None]
     given += [("--set", text) for text in wish.sets if text not in SIMULATED]
     command = ["syncline", wish.command, *([str(wish.job)] if wish.job else [])]

@@ -1,6 +1,6 @@
-"""Show a run while a caller waits for it: a live panel on a terminal, a panel that changes in a notebook, plain lines elsewhere.
+"""Show a run while a caller waits for it: a live panel on a terminal or in a notebook, otherwise plain lines.
 
-A display reads a `RunRecord` on a thread of its own, so that a slow, blocked or broken terminal neither delays nor ends the run. It
+A display reads a `RunRecord` on its own thread, so that a slow, blocked or broken terminal neither delays nor ends the run. It
 prints nothing after the wait has ended. Not responsible for the command line's summary (cli/train.py).
 """
 
@@ -42,7 +42,7 @@ def progress_is_wanted(progress: Any) -> bool:
     return progress and os.environ.get(SWITCH, "").lower() not in ("0", "off", "false", "no")
 
 
-class Progress:
+class ProgressDisplay:
     """The display of one run, for any number of waits, one after the other or at the same time.
 
     `console` is stderr if not given. `title` begins the first plain line. `note` is shown below a panel. With `closing` the last
@@ -105,7 +105,7 @@ class Progress:
             LOGGER.debug("the progress display failed; the run continues", exc_info=True)
 
     def _panel(self) -> Panel:
-        """Return the panel of this instant; the former one where the record changed under it."""
+        """Return the current panel, or the previous one if the record changed while it was drawn."""
         try:
             self._frame = panel(self._record, note=self._note())
         except (RuntimeError, LookupError):

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
-from syncline.engines.checkpoint_options import AUTO
+from syncline.engines.checkpoint_options import AUTO, REFUSE
 from syncline.engines.run import Callback, Engine, Task
 from syncline.errors import NotYetError
 from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
@@ -70,6 +70,7 @@ def launch(
     warmstart: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    if_exists: str = REFUSE,
     checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
@@ -103,6 +104,7 @@ def launch(
     warmstart: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    if_exists: str = REFUSE,
     checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
@@ -181,6 +183,7 @@ class TrainOptions(TypedDict, total=False):
     threads: int | None
     run_dir: str | Path | None
     resume: str | Path | None
+    if_exists: str
     checkpoint_every: int | str | None
     keep_checkpoints: int
     clocks: bool
@@ -239,6 +242,7 @@ def train(
     threads: int | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    if_exists: str = REFUSE,
     checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
@@ -274,7 +278,8 @@ def train(
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
-    on from one. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
+    on from one. Where `run_dir` holds a run already, `if_exists="resume"` continues it, "replace" deletes it, "new" writes to the next
+    free name, `run_dir-2`. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
     another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
     `patience` seconds is named, and ended with `kill_hung`.
 
@@ -284,6 +289,9 @@ def train(
 
     With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
     the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/howto/batch_methods.md.
+
+    While the run is waited for its progress is shown on stderr: a live panel on a terminal or in a notebook, plain lines elsewhere;
+    `progress=False`, or SYNCLINE_PROGRESS=off in the environment, switches it off.
 
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.

@@ -36,7 +36,7 @@ from syncline.learn.train_and_evaluate import Training
 from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
 from syncline.report.folder_writer import Recording
-from syncline.report.progress import Progress, progress_is_wanted
+from syncline.report.progress import ProgressDisplay, progress_is_wanted
 from syncline.topologies import Trees
 
 HEEDED = (signal.SIGINT, signal.SIGTERM)
@@ -207,14 +207,14 @@ class Run:
         self._forgotten = weakref.finalize(self, _forget, self._handle)
         self._forgotten.atexit = False  # then all that go on are ended together
         self.interrupts = Interrupts(self._handle.interrupt)
-        self._progress: Progress | None = None
+        self._progress: ProgressDisplay | None = None
         if self.recording is not None:
             self.recording.follow(self._handle)
         if self.recording is not None and progress:
             interrupts = (
                 self.interrupts
             )  # the display must not hold the run, which is stopped when its handle is gone
-            self._progress = Progress(
+            self._progress = ProgressDisplay(
                 self.recording.record,
                 spec.name,
                 note=lambda: "stopping: learners finish their step" if interrupts.number else "",

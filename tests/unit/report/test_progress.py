@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from syncline.errors import UsageError
-from syncline.report.progress import Progress, progress_is_wanted
+from syncline.report.progress import ProgressDisplay, progress_is_wanted
 from tests.unit.report.lines_of_a_run import end, epoch, event, start
 from tests.unit.report.test_run_record import fed
 
@@ -29,7 +29,7 @@ def test_a_resumed_run_prints_what_is_new_however_soon_it_is_over(over: bool) ->
     lines += [epoch(1, accuracy=0.7), end("finished")]
     record = fed([*before, *lines] if over else [*before, lines[0]])
     text = io.StringIO()
-    with Progress(record, "runs/a", console=Console(file=text, width=120)).shown():
+    with ProgressDisplay(record, "runs/a", console=Console(file=text, width=120)).shown():
         for line in [] if over else lines[1:]:
             record.feed(line)
     words = text.getvalue()
@@ -40,7 +40,7 @@ def test_a_resumed_run_prints_what_is_new_however_soon_it_is_over(over: bool) ->
 
 def test_every_line_is_printed_once_over_several_waits_and_none_after_the_end() -> None:
     record, text = fed([start()]), io.StringIO()
-    progress = Progress(record, "a", console=Console(file=text, width=120))
+    progress = ProgressDisplay(record, "a", console=Console(file=text, width=120))
     for number in range(3):
         with progress.shown(live=False):
             record.feed(epoch(number, accuracy=0.5))
@@ -55,7 +55,7 @@ def test_every_line_is_printed_once_over_several_waits_and_none_after_the_end() 
 
 def test_of_two_waits_at_once_one_shows() -> None:
     record, text = fed([start()]), io.StringIO()
-    progress = Progress(record, "a", console=Console(file=text, width=120))
+    progress = ProgressDisplay(record, "a", console=Console(file=text, width=120))
     with progress.shown(), progress.shown():
         record.feed(epoch(0, accuracy=0.5))
     assert len(lines_of(text)) == 2
@@ -69,8 +69,8 @@ def test_a_terminal_has_a_panel_and_a_second_run_plain_lines() -> None:
         return Console(file=text, width=120, force_terminal=True, _environ={"TERM": "xterm"})
 
     drawn = threading.Event()
-    one = Progress(record, "a", console=terminal(first), note=lambda: drawn.set() or "stopping")  # type: ignore[func-returns-value]
-    two = Progress(other, "b", console=terminal(second))
+    one = ProgressDisplay(record, "a", console=terminal(first), note=lambda: drawn.set() or "stopping")  # type: ignore[func-returns-value]
+    two = ProgressDisplay(other, "b", console=terminal(second))
     with one.shown():
         assert drawn.wait(60)
         with two.shown():
@@ -98,7 +98,7 @@ def test_a_notebook_has_one_panel_that_changes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))
     record = fed([start()])
-    progress = Progress(record, "a")
+    progress = ProgressDisplay(record, "a")
     for line in (epoch(0, accuracy=0.5), end("finished")):
         with progress.shown(live=False):
             record.feed(line)
@@ -112,7 +112,7 @@ class Broken(io.StringIO):
 
 def test_a_display_that_fails_is_given_up_silently() -> None:
     record = fed([start()])
-    progress = Progress(record, "a", console=Console(file=Broken()))
+    progress = ProgressDisplay(record, "a", console=Console(file=Broken()))
     for _ in range(2):
         with progress.shown():
             record.feed(epoch(0, accuracy=0.5))
