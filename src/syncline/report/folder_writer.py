@@ -377,7 +377,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
 def _length(data: Any) -> int | None:
     try:
         return len(data)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

@@ -192,8 +192,8 @@ class Run:
         self._own = self._plan is not None and not isinstance(self._plan.model, nn.Module)  # not the caller's
         self._changes = 0
         self._standing = _Standing(spec.plan.learners)
-        progress = shows_progress(progress, engine)
         try:
+            progress = shows_progress(progress, engine)
             self.recording: Recording | None = None  # of a run that has a folder, or shows its progress
             listeners: tuple[Listener, ...] = (*spec.listeners, self._standing)
             if spec.storage.folder is not None or progress:
@@ -211,9 +211,8 @@ class Run:
         if self.recording is not None:
             self.recording.follow(self._handle)
         if self.recording is not None and progress:
-            interrupts = (
-                self.interrupts
-            )  # the display must not hold the run, which is stopped when its handle is gone
+            # The display must not hold the run, which is stopped when its handle is gone.
+            interrupts = self.interrupts
             self._progress = ProgressDisplay(
                 self.recording.record,
                 spec.name,
