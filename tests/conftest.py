@@ -18,6 +18,7 @@ settings.load_profile("busy")
 # As learners compute: sums over threads have other bits, and threads that wait for a core spin.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for what tests start
+os.environ.setdefault("SYNCLINE_PROGRESS", "off")  # tests of the display switch it on
 os.environ["RAY_TQDM_PATCH_PRINT"] = "0"  # a driver of Ray replaces print, which then pickles no more
 # A shell that starts tests in the background ignores Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -133,9 +133,12 @@ def _become(
 
 
 if __name__ == "__main__":
+    import syncline
     from syncline.engines.local import forkserver
 
     forkserver._warm_up()
+    for public in syncline.__all__:  # scripts find all of it imported
+        getattr(syncline, public)
     gc.collect()
     gc.freeze()
     words = _wait_to_be_asked(socket.socket(fileno=int(sys.argv[1])))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from syncline.cli.display import panel
 from syncline.jobs import Job
+from syncline.report.run_panel import panel
 from syncline.train import train
 
 KILL, DRAW = 0.3, 0.6  # parts of the run

@@ -263,7 +263,7 @@ def test_another_optimizer_seed_or_data_set_is_refused(run_dir: Path, tmp_path: 
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run_dir: Path) -> None:
-    with pytest.raises(UsageError, match="holds a run already: go on with it by resume="):
+    with pytest.raises(UsageError, match=r"holds a run already. if_exists .* 'resume' continues it"):
         train(run_dir=run_dir)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import islice
@@ -162,3 +165,38 @@ def test_files_that_the_tour_names_exist(name: str) -> None:
     named = re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./]+)`", (ROOT / name).read_text())
     assert named
     assert not [path for path in named if "NAME" not in path and not (ROOT / path).exists()]
+
+
+def test_nothing_tells_to_install_from_an_index() -> None:
+    files = [
+        file
+        for folder in (*NAMING, "docs", "tools")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".md", ".toml")
+    ]
+    pages = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    command = re.compile(r"pip install [\"'\\]*syncline", re.IGNORECASE)
+    found = [
+        str(file.relative_to(ROOT))
+        for file in [*files, *pages]
+        if file != Path(__file__) and command.search(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "Syncline is on no package index: say what to do in a checkout"
+
+
+def test_the_first_screen_of_the_readme_installs_and_runs(tmp_path: Path) -> None:
+    """Run the first script unchanged, in a new process, from another folder."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, script = re.findall(r"\A(.*?)```python\n(.*?)```", text, re.DOTALL)[0]
+    assert len(before.splitlines()) < 25
+    assert all(command in before for command in ("make train", "make test", "pip install ."))
+    (tmp_path / "first.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, "first.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    metrics, staleness = done.stdout.splitlines()
+    assert ast.literal_eval(metrics)["accuracy"] > 0.8 and "over 1820 gradients" in staleness
+
+
+def test_the_changelog_stays_short() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 60

@@ -17,7 +17,6 @@ from traceback import format_exception
 import typer
 
 from syncline.errors import LearnerError, SynclineError, UsageError
-from syncline.jobs import JobError
 from syncline.terminal import visible
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -58,6 +57,8 @@ def told(debug: bool) -> Iterator[None]:
 
 def message(error: Exception) -> str:
     """Short: without the traceback in its text."""
+    from syncline.jobs import JobError  # imports torch
+
     if isinstance(error, JobError):
         return "\n".join(error.problems)
     text = str(error).strip()

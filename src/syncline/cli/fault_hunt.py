@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from syncline.cli.plain_output import print_line
 from syncline.dial import Course
 from syncline.errors import UsageError
+from syncline.report.run_text import print_line
 from syncline.testing.hunt import DIALS, Case, hunt, play, random_case
 
 LINES = 15  # seconds between two lines where there is no terminal

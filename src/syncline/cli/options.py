@@ -1,7 +1,4 @@
-"""Options that several commands have, with their help, and the job that a command line asks for.
-
-What only one command has stands there.
-"""
+"""The job that a command line asks for: its options, the run folder, the simulator in place of the job's engine."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from syncline.cluster import Cluster as Machines
 from syncline.engines.checkpoint_options import EVENTS, checkpoints_of
@@ -28,35 +23,6 @@ JOB = "job.toml"
 # Before the user's own, so that --set engine.batched=true finds the simulator.
 SIMULATED = ("engine.name=sim",)
 CLUSTER = "p775"  # where neither the job nor the command names one: its times grow with the batch
-
-JobFile = Annotated[
-    Path | None, typer.Argument(metavar="JOB.toml", help="A job file; without one, the built-in job.")
-]
-Dial = Annotated[str | None, typer.Option(metavar="DIAL", help="The dial; see [bold]syncline presets[/].")]
-Where = Annotated[str | None, typer.Option(metavar="WHERE", help="Where gradients are folded: servers:2, …")]
-Learners = Annotated[int | None, typer.Option(metavar="λ", help="How many compute gradients.")]
-BatchSize = Annotated[int | None, typer.Option(metavar="μ", help="Examples in a learner's batch.")]
-Epochs = Annotated[int | None, typer.Option(metavar="N", help="Passes over the data.")]
-Steps = Annotated[int | None, typer.Option(metavar="N", help="Updates, instead of epochs.")]
-Seed = Annotated[
-    int | None, typer.Option(metavar="N", help="Of the start, the order, the noise (and the jitter).")
-]
-RunDir = Annotated[
-    str | None, typer.Option(metavar="FOLDER", help="The run folder; runs/<date-time>-<name> if not given.")
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="p775, ethernet-1g, dgx-1, this-machine, this-cluster, p775:cores=2, …"
-    ),
-]
-Timing = Annotated[bool, typer.Option("--timing", help="Sizes only, no gradients: times, no errors.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Anything else of the job: --set optimizer.lr=0.1"),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
-
 
 # -- the job -------------------------------------------------------------------------------------------------
 
@@ -131,7 +97,7 @@ def _folder(wish: Wish, file: Path | None) -> list[str]:
     """Overrides for the run folder: the one that was named, the one that goes on, the job's own, or a new one."""
     if wish.resume is not None:
         where = f"run_dir={_quoted(wish.run_dir)}" if wish.run_dir else "run_dir="
-        return [f"resume={_quoted(wish.resume)}", where]
+        return [f"resume={_quoted(wish.resume)}", where, "if_exists="]
     if wish.run_dir is not None:
         return [f"run_dir={_quoted(wish.run_dir)}"]
     table: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`syncline simulate`: its options and help; one job on a simulated cluster, with the display and the run folder of any other run."""
+"""Run one job on a simulated cluster, with the display and the run folder of any other run."""
 
 from __future__ import annotations
 
@@ -6,140 +6,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from syncline.cli.error_output import told
-from syncline.cli.fault_hunt import hunt_or_replay
-from syncline.cli.options import (
-    SIMULATED,
-    BatchSize,
-    Cluster,
-    Debug,
-    Dial,
-    Epochs,
-    JobFile,
-    Learners,
-    RunDir,
-    Seed,
-    Sets,
-    Steps,
-    Timing,
-    Where,
-    Wish,
-    load,
-    on_simulator,
-    refuse_other_engine,
-)
-from syncline.cli.plain_output import account, duration, event_line, print_line, print_rows
+from syncline.cli.options import Wish, load, on_simulator, refuse_other_engine
 from syncline.cli.train import run_job
-from syncline.errors import UsageError
 from syncline.jobs import Job
+from syncline.report.run_text import account, duration, event_line, print_line, print_rows
 from syncline.sim.timing.run_times import Follow, Look
 from syncline.studies.point_run import time_job
 from syncline.terminal import Terminal
 
 REFRESHES, BAR = 2, 30  # a second; characters
-
-Faults = Annotated[
-    str | None,
-    typer.Option(
-        metavar="random|script", help="Hunt for broken protocols with random faults; or play one case again."
-    ),
-]
-Script = Annotated[
-    str | None, typer.Option(metavar="EVENTS", help="What happens: 'kill learner 3 at 40 s; add 2 at 60 s'.")
-]
-Seeds = Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: so many cases for each dial.")]
-Shards = Annotated[int | None, typer.Option(metavar="S", help="Of a hunt's cases; drawn if not given.")]
-Jobs = Annotated[int | None, typer.Option(metavar="N", help="Of a hunt: processes; 1 if not given.")]
-
-
-def simulate(
-    job: JobFile = None,
-    learners: Learners = None,
-    cluster: Cluster = None,
-    sync: Dial = None,
-    topology: Where = None,
-    batch_size: BatchSize = None,
-    epochs: Epochs = None,
-    steps: Steps = None,
-    script: Script = None,
-    seed: Seed = None,
-    timing: Timing = False,
-    run_dir: RunDir = None,
-    set_: Sets = None,
-    faults: Faults = None,
-    seeds: Seeds = None,
-    shards: Shards = None,
-    jobs: Jobs = None,
-    debug: Debug = False,
-) -> None:
-    """Run a job on a simulated cluster, in virtual time.
-
-    The same sessions, roles and protocols as in a real run, real gradients, in one process; the same bits every time. The run folder is
-    that of any other run. Times, rates and staleness are those of the cluster; the end says where learners' time went.
-
-    [bold]syncline simulate --learners 30 --cluster p775[/]                    the built-in job on Rudra's cluster
-    [bold]syncline simulate job.toml --cluster p775:stragglers=0.1[/]          with stragglers
-    [bold]syncline simulate --script 'kill learner 3 at 1 s; add 2 at 2 s'[/]  with faults
-    [bold]syncline simulate --faults random --seeds 1000 --jobs 2[/]           hunt for faults of the protocols
-
-    A hunt plays small random jobs on random clusters, in which learners and shards die, pause and join, and dials change; after every event
-    it checks what always holds. The first failure is shortened and printed with the command that plays it again; the exit code is 1 then.
-    """
-    sets, console = set_ or [], Terminal()
-    with told(debug):
-        if faults is None and seeds is None:
-            if shards is not None:
-                raise UsageError(
-                    f"--shards {shards} is of a hunt's cases; of a job write --topology servers:{shards}"
-                )
-            if jobs is not None:
-                raise UsageError(
-                    f"--jobs {jobs} is of a hunt (--faults random --seeds N): one job is simulated in one process"
-                )
-            if timing and run_dir is not None:
-                raise UsageError("--timing leaves no run folder: leave --run-dir out")
-            flags = {"sync": sync, "topology": topology, "learners": learners, "seed": seed}
-            flags |= {"batch_size": batch_size, "epochs": epochs, "steps": steps}
-            wish = Wish(
-                job=job,
-                flags=flags,
-                sets=[*SIMULATED, *sets],
-                run_dir=run_dir,
-                command="simulate",
-                simulator={"cluster": cluster, "script": script},
-            )
-            code = simulate_job(wish, console, timing=timing)
-        else:
-            code = hunt_or_replay(
-                console,
-                faults=faults or "random",
-                seeds=seeds,
-                seed=seed,
-                sync=sync,
-                sizes={"learners": learners, "shards": shards},
-                script=script,
-                sets=sets,
-                jobs=1 if jobs is None else jobs,
-                of_jobs={
-                    "a job file": job,
-                    "--cluster": cluster,
-                    "--topology": topology,
-                    "--batch-size": batch_size,
-                    "--epochs": epochs,
-                    "--steps": steps,
-                    "--timing": timing or None,
-                    "--run-dir": run_dir,
-                },
-            )
-    raise typer.Exit(code)
 
 
 def simulate_job(wish: Wish, console: Console, *, timing: bool) -> int:

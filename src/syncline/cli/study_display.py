@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.plain_output import duration, near, print_line
 from syncline.dial import Course
+from syncline.report.run_text import duration, near, print_line
 from syncline.studies.grid import Point, StudyRow
 from syncline.studies.summary import RankedPoint, best, fastest, frontier, groups, places, wanted
 

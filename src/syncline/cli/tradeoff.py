@@ -1,4 +1,4 @@
-"""`syncline tradeoff`: its options and help; a study to its end: what is left to do, the workers, Ctrl-C, pictures, the last words."""
+"""Run a study to its end: the points that are left, the workers, Ctrl-C, the pictures, the summary."""
 
 from __future__ import annotations
 
@@ -10,28 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.live import Live
 
-from syncline.cli.error_output import FAILURE, INTERRUPTED, told
-from syncline.cli.options import (
-    SIMULATED,
-    Cluster,
-    Debug,
-    Epochs,
-    JobFile,
-    Sets,
-    Steps,
-    Timing,
-    Wish,
-    load,
-    on_simulator,
-    refuse_other_engine,
-)
-from syncline.cli.plain_output import counted, near, print_line
+from syncline.cli.error_output import FAILURE, INTERRUPTED
+from syncline.cli.options import SIMULATED, Wish, load, on_simulator, refuse_other_engine
 from syncline.cli.study_display import Progress, last_words, panel, row_line
 from syncline.dial import Course
 from syncline.engines.checkpoint_options import AUTO
@@ -42,96 +27,61 @@ from syncline.jobs.toml import parse_override
 from syncline.learn.server_session import check_batches
 from syncline.protocols.lifecycle import Faults
 from syncline.report.event_lines import write_whole
+from syncline.report.run_text import counted, near, print_line
 from syncline.studies.grid import Grid, Point, StudyRow, parse_dials, parse_numbers
 from syncline.studies.grid import asked as row_of
 from syncline.studies.picture import page, picture
 from syncline.studies.point_run import work_on_points
 from syncline.studies.store import JOB, LOG, VARIED, StudyStore, left, read_rows
 from syncline.studies.worker_pool import News, Pool
-from syncline.terminal import Terminal
 from syncline.topologies import parse_topology
 
 PICTURE, PAGE = "tradeoff.svg", "tradeoff.html"
 
-Numbers = Annotated[str, typer.Option(metavar="λ,λ…", help="Numbers of learners.")]
-Batches = Annotated[str, typer.Option(metavar="μ,μ…", help="Examples in a learner's batch.")]
-Dials = Annotated[str, typer.Option(metavar="DIAL,DIAL…", help="Dials; see [bold]syncline presets[/].")]
-Seeds = Annotated[str, typer.Option(metavar="N,N…", help="Each run once with each.")]
-Reference = Annotated[
-    int | None, typer.Option(metavar="B", help="In lockstep the rate is multiplied by √(λμ/B), as in Rudra.")
-]
-AtOnce = Annotated[
-    int | None, typer.Option(metavar="N", help="Runs at the same time; as many as cores if not given.")
-]
-Out = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Of the study; runs/tradeoff-<job> if not given.")
-]
-Plot = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Only draw what a study has so far.")]
+
+def study_as_asked(
+    wish: Wish,
+    *,
+    lists: Mapping[str, str],
+    reference_batch: int | None,
+    engine: str,
+    cluster: str | None,
+    timing: bool,
+    jobs: int | None,
+    out: Path | None,
+    fresh: bool,
+    console: Console,
+) -> int:
+    """Check the options of `syncline tradeoff` and run the study; `lists` are the texts of the varied options."""
+    _refuse_varied(wish.sets)
+    if engine == "sim":
+        refuse_other_engine(wish.sets)
+        wish = replace(wish, sets=[*SIMULATED, *wish.sets])
+    elif engine != "local":
+        raise UsageError(f"--engine {engine}: expected sim or local")
+    elif cluster is not None or timing:
+        raise UsageError("--cluster and --timing are the simulator's; leave them out with --engine local")
+    grid = Grid(
+        syncs=parse_dials(lists["sync"], _whole("--reference-batch", reference_batch)),
+        learners=parse_numbers("--learners", lists["learners"]),
+        batch_sizes=parse_numbers("--batch-size", lists["batch_size"]),
+        seeds=parse_numbers("--seeds", lists["seeds"], least=0),
+    )
+    at_once = _whole("--jobs", jobs) or (len(os.sched_getaffinity(0)) if engine == "sim" else 1)
+    loaded = load(wish)
+    shared = replace(loaded, run_dir=None, resume=None, checkpoint_every=AUTO, clocks=False)
+    local = replace(shared, engine=Named(name="local"))
+    shared = on_simulator(shared, cluster) if engine == "sim" else local
+    folder = out or Path("runs") / f"tradeoff-{wish.job.stem if wish.job else 'digits'}"
+    return study(shared, grid, folder, at_once, console, timing=timing, fresh=fresh)
 
 
-def tradeoff(
-    job: JobFile = None,
-    learners: Numbers = "1,2,4,10,18,30",
-    batch_size: Batches = "4,8,16,32,64,128",
-    sync: Dials = "hardsync,softsync:1,async",
-    seeds: Seeds = "0",
-    cluster: Cluster = None,
-    epochs: Epochs = None,
-    steps: Steps = None,
-    reference_batch: Reference = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="sim (virtual time), or local.")] = "sim",
-    timing: Timing = False,
-    jobs: AtOnce = None,
-    out: Out = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew where the folder holds rows.")] = False,
-    plot: Plot = None,
-    set_: Sets = None,
-    debug: Debug = False,
-) -> None:
-    """Error against time over dials, learners and batch sizes: the (σ, μ, λ) curves.
-
-    Every combination is one simulated run with real gradients. Rows go to FOLDER/tradeoff.csv as runs end; the same command again goes on
-    where it stopped. At the end there is a picture, a page, and a table of what is best.
-
-    [bold]syncline tradeoff --epochs 5[/]                                        the built-in job, Rudra's grid
-    [bold]syncline tradeoff job.toml --learners 1,30 --batch-size 4,128[/]       the corners of it
-    [bold]syncline tradeoff --plot runs/tradeoff-digits[/]                       draw again
-    """
-    console = Terminal()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Terminal(width=120)  # in a file or a pipe there is room for the tables
-    with told(debug):
-        if plot is not None:
-            rows = read_rows(plot)
-            if not rows:
-                raise UsageError(f"{plot}: no run of this study has ended yet")
-            _show(plot, rows, rows, console)
-            raise typer.Exit()
-        sets = set_ or []
-        _refuse_varied(sets)
-        if engine == "sim":
-            refuse_other_engine(sets)
-            sets = [*SIMULATED, *sets]
-        elif engine != "local":
-            raise UsageError(f"--engine {engine}: expected sim or local")
-        elif cluster is not None or timing:
-            raise UsageError("--cluster and --timing are the simulator's; leave them out with --engine local")
-        grid = Grid(
-            syncs=parse_dials(sync, _whole("--reference-batch", reference_batch)),
-            learners=parse_numbers("--learners", learners),
-            batch_sizes=parse_numbers("--batch-size", batch_size),
-            seeds=parse_numbers("--seeds", seeds, least=0),
-        )
-        at_once = _whole("--jobs", jobs) or (len(os.sched_getaffinity(0)) if engine == "sim" else 1)
-        loaded = load(Wish(job=job, flags={"epochs": epochs, "steps": steps}, sets=sets))
-        shared = replace(loaded, run_dir=None, resume=None, checkpoint_every=AUTO, clocks=False)
-        if engine == "sim":
-            shared = on_simulator(shared, cluster)
-        else:
-            shared = replace(shared, engine=Named(name="local"))
-        folder = out or Path("runs") / f"tradeoff-{job.stem if job else 'digits'}"
-        code = study(shared, grid, folder, at_once, console, timing=timing, fresh=fresh)
-    raise typer.Exit(code)
+def draw_again(folder: Path, console: Console) -> None:
+    """Draw the pictures of the rows that a study has so far."""
+    rows = read_rows(folder)
+    if not rows:
+        raise UsageError(f"{folder}: no run of this study has ended yet")
+    _show(folder, rows, rows, console)
 
 
 def _refuse_varied(sets: Sequence[str]) -> None:

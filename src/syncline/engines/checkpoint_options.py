@@ -7,10 +7,12 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from syncline.engines.run import Storage
@@ -24,6 +26,17 @@ AUTO, END = "auto", "end"  # values of checkpoint_every
 MINUTE = 60.0  # seconds
 EVENTS = "events.jsonl"  # in a run folder: a run is in it
 LOCK = "run.lock"
+REFUSE, RESUME, REPLACE, NEW = IF_EXISTS = "refuse", "resume", "replace", "new"
+RUN_FILES = (
+    "run.json",
+    "job.toml",
+    "clocks.bin",
+    "report.html",
+    "best.safetensors",
+    "model*.safetensors",
+    EVENTS,
+)
+RUN_FOLDERS = ("tensorboard", "checkpoints")
 RECORD = 5.0  # seconds that the owner of a run folder gets to write its record
 
 
@@ -38,7 +51,36 @@ class Checkpoints:
     clocks: bool = False  # the run folder keeps the vector clock of every update
     virtual: bool = False  # a simulated run's seconds are none in which work is lost
     rank: int | None = None  # under torchrun: the first writes, all read, and hear what one is refused
+    if_exists: str = REFUSE  # a word of IF_EXISTS: what happens to a run that `run_dir` holds
     read: Callable[[Checkpoint], Restored] = restored
+
+    def settled(self) -> Checkpoints:
+        """Return these options with `run_dir` and `resume` as `if_exists` wants them."""
+        if self.if_exists not in IF_EXISTS:
+            words = ", ".join(map(repr, IF_EXISTS))
+            raise UsageError(f"if_exists is one of {words}, got {self.if_exists!r}")
+        if not self._holds_another_run():
+            return self
+        assert self.run_dir is not None
+        if self.if_exists == NEW and not self.rank:
+            return replace(self, run_dir=_next_free(Path(self.run_dir), claim=True))
+        if self.if_exists == RESUME and Folder(Path(self.run_dir) / "checkpoints").all():
+            return replace(self, resume=self.run_dir)
+        return self
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder; None where the run has none."""
+        if self.run_dir is not None:
+            return Path(self.run_dir)
+        return checkpoints_of(Path(self.resume)).parent if self.resume is not None else None
+
+    def _holds_another_run(self) -> bool:
+        """Return whether `run_dir` holds a run that is not the one to resume."""
+        if self.run_dir is None:
+            return False
+        root = Path(self.run_dir) / "checkpoints"
+        return not self._is_own(root) and bool(Folder(root).all() or has_trained(root.parent / EVENTS))
 
     def opened(self, plan: RunPlan) -> tuple[Saving, Storage]:
         """How often, and where: the folder is there, and locked."""
@@ -64,6 +106,8 @@ class Checkpoints:
         lock = RunLock(root.parent) if root is not None and there else None
         folder = Folder(root) if root is not None else None
         try:
+            if root is not None and self._holds_another_run():
+                _remove_run(root.parent)
             checkpoint = self._chosen(folder)
             found = self._restored(plan, checkpoint)
             if folder is not None:
@@ -127,13 +171,12 @@ class Checkpoints:
     def _root(self) -> Path | None:
         """Of the run's checkpoints; a run that goes on writes where it was, unless told otherwise."""
         if self.run_dir is not None:
-            root = Path(self.run_dir) / "checkpoints"
-            if not self._is_own(root) and (Folder(root).all() or has_trained(root.parent / EVENTS)):
+            if self.if_exists == REFUSE and self._holds_another_run():
                 raise UsageError(
-                    f"{self.run_dir} holds a run already: go on with it by resume={str(self.run_dir)!r}, "
-                    "or give another run_dir"
+                    f"{self.run_dir} holds a run already. if_exists (--if-exists) says what to do: 'resume' continues it, 'replace' "
+                    f"deletes it, 'new' writes to {_next_free(Path(self.run_dir))}"
                 )
-            return root
+            return Path(self.run_dir) / "checkpoints"
         if self.resume is None:
             return None
         return checkpoints_of(Path(self.resume).resolve())
@@ -142,6 +185,37 @@ class Checkpoints:
 def checkpoints_of(path: Path) -> Path:
     """The folder of checkpoints of a run, or the one that this checkpoint is in."""
     return next((each for each in (path, *path.parents) if each.name == "checkpoints"), path / "checkpoints")
+
+
+def _next_free(folder: Path, *, claim: bool = False) -> Path:
+    """Return the first of folder-2, folder-3 … that does not exist; `claim` creates it, for this run alone."""
+    for number in count(2):
+        path = folder.with_name(f"{folder.name}-{number}")
+        try:
+            if claim:
+                path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot use {path} for a run: {error.strerror}; use a writable one"
+            ) from error
+        if claim or not path.exists():
+            return path
+    raise AssertionError
+
+
+def _remove_run(folder: Path) -> None:
+    """Delete what a run has left in its folder, but no other files. The caller holds the folder's lock."""
+    try:
+        for path in (found for pattern in RUN_FILES for found in folder.glob(pattern)):
+            path.unlink()
+        for path in (folder / name for name in RUN_FOLDERS if (folder / name).exists()):
+            shutil.rmtree(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot replace the run in {folder}: {error.strerror} ({error.filename})"
+        ) from error
 
 
 def has_trained(events: Path) -> bool:

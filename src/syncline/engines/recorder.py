@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import logging
 import traceback
 import warnings
 from collections.abc import Callable
@@ -38,6 +39,21 @@ from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import Options
 
+LOGGER = logging.getLogger("syncline")
+# Events that a log shows as warnings.
+FAULTS = (
+    "lost",
+    "raised",
+    "killed",
+    "hangs",
+    "given up",
+    "shard lost",
+    "node lost",
+    "machine lost",
+    "checkpoint failed",
+    "warning",
+)
+
 
 class Recorder:
     """History, logs, events and final weights of one run."""
@@ -65,7 +81,15 @@ class Recorder:
         self._deaf = False  # a listener failed, and that was said
         self.causes: set[str] = set()  # of warnings that were given
         self._own: dict[tuple[str, int], Options] = {}  # of the first shard of a table's parts
+        self._name = spec.name or "run"
+        if spec.storage.restored is not None:
+            self._log(
+                "continues from version %d of %s", spec.storage.restored.version, spec.storage.restored.name
+            )
         self._tell(Began(now))
+
+    def _log(self, text: str, *given: Any, level: int = logging.INFO) -> None:
+        LOGGER.log(level, "%s: " + text, self._name, *given)
 
     def _tell(self, record: Any) -> None:
         """Listeners are no part of the run: it goes on whatever they do."""
@@ -105,6 +129,8 @@ class Recorder:
     def event(self, what: str, rank: int | None = None, *, kind: str = "", **details: Any) -> None:
         event = Event(seconds=self._now(), what=what, rank=rank, kind=kind, details=details)
         self.outcome.events.append(event)
+        who = f"learner {rank}: " if rank is not None else ""
+        self._log("%s%s", who, what, level=logging.WARNING if kind in FAULTS else logging.INFO)
         self._tell(dataclasses.replace(event, details=dict(details)))  # its own: more may be added here
 
     def say(self, decision: life.Decision) -> None:
@@ -131,6 +157,7 @@ class Recorder:
             return
         self.causes.add(cause)
         if not said:
+            self._log("%s", text, level=logging.WARNING)
             self._tell(Event(seconds=self._now(), what=text, kind="warning"))
         warnings.warn(text, kind, stacklevel=2)
 
@@ -282,6 +309,7 @@ class Recorder:
         place = bisect.bisect_left(history, record.epoch, key=lambda each: each.epoch)
         again = place < len(history) and history[place].epoch == record.epoch
         history[place : place + again] = [record]
+        self._log("epoch %d: version %d, loss %.4g", record.epoch + 1, record.version, record.loss)
         self._tell(record)
         for callback in self._callbacks:
             try:

@@ -67,6 +67,7 @@ class RunSpec:
     evaluate: Evaluate | None = None
     callbacks: tuple[Callback, ...] = ()
     listeners: tuple[Listener, ...] = ()
+    name: str = ""  # in process titles
 
     @property
     def sync(self) -> str:

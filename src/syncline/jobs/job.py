@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.dial import nearest
-from syncline.engines.checkpoint_options import AUTO
+from syncline.engines.checkpoint_options import AUTO, REFUSE
 from syncline.errors import UsageError
 from syncline.jobs import build, checks, keys
 from syncline.jobs.build import Problem
@@ -111,6 +111,9 @@ class Job:
     check: bool = keys.FLAG(False, "the first batch of a model that is cut is compared with the whole model")
     run_dir: str | None = keys.PATH(None, "the folder that the run writes its record to")
     resume: str | None = keys.PATH(None, "the folder of a run to go on with")
+    if_exists: str = keys.IF_EXISTS(
+        REFUSE, "where run_dir holds a run: continue it, delete it, or write to the next free name"
+    )
     checkpoint_every: int | str = keys.CADENCE(
         AUTO,
         "between two checkpoints in run_dir; auto is a minute (end in a simulated run), end only the last one, which is always written",

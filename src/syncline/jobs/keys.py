@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from syncline.engines.checkpoint_options import AUTO, END
+from syncline.engines.checkpoint_options import IF_EXISTS as RUN_EXISTS
 from syncline.errors import UsageError
 from syncline.learn.gradient_ways import WAYS
 from syncline.learn.train_and_evaluate import read_stop
@@ -202,6 +203,7 @@ CUT = _kind("auto, data, the file of a plan, or a table of layers and ways", _cu
 FLAG = _kind("true or false", _fitting(lambda v: isinstance(v, bool)))
 PATH = _kind("a path", _text)
 CADENCE = _kind('a number of updates, seconds such as "30s", auto, or end', _cadence)
+IF_EXISTS = _kind("refuse, resume, replace or new", _fitting(lambda v: v in RUN_EXISTS))
 ON_ERROR = _kind("raise or continue", _fitting(lambda v: v in ("raise", "continue")))
 NAMED = _kind(_NAME, _named)
 LAYERS = _kind("a list of layers, each a table with name and type", _layers)

@@ -58,13 +58,13 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 
 
 class Recording:
-    """The folder of one run while it is written; `record` is what it holds, for displays."""
+    """The record of one run for displays, `record`; with a folder of checkpoints also the run folder, which it writes."""
 
-    def __init__(self, checkpoints: str, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
-        restored = spec.storage.restored
-        folder = Path(checkpoints).parent
-        self.folder, self._model = folder, model
-        self.record = RunRecord(folder)
+    def __init__(self, spec: RunSpec, engine: Engine, model: nn.Module | None) -> None:
+        restored, checkpoints = spec.storage.restored, spec.storage.folder
+        self.folder = folder = Path(checkpoints).parent if checkpoints is not None else None
+        self._model = model
+        self.record = RunRecord(folder or Path(spec.name))
         self.problem = ""  # why something could not be written
         self.stopped = False  # somebody asked the run to end
         self._now: Callable[[], float] = lambda: 0.0
@@ -72,17 +72,19 @@ class Recording:
         self._thread: threading.Thread | None = None
         self._virtual = engine.virtual
         self._lock = spec.storage.lock
-        self._best = best_so_far(folder) if restored else None
+        self._best = best_so_far(folder) if restored and folder is not None else None
+        self._lines: LineWriter | None = None
         self._board: Any = None  # TensorBoard's writer
         self._gone: dict[int, str] = {}  # rank -> how, in a simulated run
         self._before = restored.counts.examples.get(0, 0) if restored else 0  # examples
         self._first: tuple[int, float] | None = None  # examples and seconds when the first were folded
-        if (folder / EVENTS).exists():  # a run that goes on appends
-            for line in read_lines(folder / EVENTS):
-                self.record.feed(line)
-        with self._writing(CLOCKS):
-            cut_clocks(folder, restored.version if restored else 0)
-        self._lines = LineWriter(folder / EVENTS)
+        if folder is not None:
+            if (folder / EVENTS).exists():  # a run that goes on appends
+                for line in read_lines(folder / EVENTS):
+                    self.record.feed(line)
+            with self._writing(CLOCKS):
+                cut_clocks(folder, restored.version if restored else 0)
+            self._lines = LineWriter(folder / EVENTS)
         options = describe(spec, engine, model)
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._kept: Line = {**options, "started": {**process, "time": time.time()}}
@@ -93,7 +95,7 @@ class Recording:
             known = {each["epoch"] for each in self.record.epochs}
             early = sorted(each for each in known if each > restored.epoch and restored.has_done(each))
             resumed = {"version": restored.version, "epoch": restored.epoch, "early": early}
-        if self._virtual:  # run.json has it: these lines are the same every time
+        if self._virtual and folder is not None:  # run.json has it: these lines are the same every time
             process = {}
         self._add("start", run=options, resumed=resumed, seconds=0.0, **process)
 
@@ -123,7 +125,7 @@ class Recording:
 
     def _main(self, handle: Handle) -> None:
         try:
-            self._board = open_board(self.folder)
+            self._board = open_board(self.folder) if self.folder is not None else None
         except Exception as error:  # an installation may be broken in ways that are not ours
             self._failed(f"TensorBoard: {error}")
         outcome: Outcome | None = None
@@ -149,12 +151,12 @@ class Recording:
         if isinstance(record, EpochRecord):
             known = dataclasses.asdict(record)
             self._add("epoch", **{key: value for key, value in known.items() if value or key != "notes"})
-        elif isinstance(record, Clocks):
+        elif isinstance(record, Clocks) and self.folder is not None:
             with self._writing(CLOCKS):
                 append_clocks(self.folder, record.rows)
         elif isinstance(record, Event):
             self._look_who_is_gone(record)
-            if record.kind == "recovered":
+            if record.kind == "recovered" and self.folder is not None:
                 with self._writing(CLOCKS):
                     cut_clocks(self.folder, record.details["version"])
             self._add(
@@ -167,7 +169,7 @@ class Recording:
             )
         elif isinstance(record, Logged):
             self._add("log", **dataclasses.asdict(record))
-        elif isinstance(record, Snapshot):
+        elif isinstance(record, Snapshot) and self.folder is not None:
             self._keep_best(record)
         elif isinstance(record, Sampled):
             found = of_statistics(record.statistics, self._gone)
@@ -218,6 +220,8 @@ class Recording:
                 self._add("end", **self._ending(outcome))
             else:
                 self._add("end", seconds=self._now(), how="failed", error=_short(error))
+            if self.folder is None:
+                return
             kept = error.outcome if isinstance(error, RunError) else outcome
             for table, (version, state) in kept.tables.items() if kept is not None else ():
                 name = MODEL if table == 0 else f"model.{table}.safetensors"
@@ -231,7 +235,8 @@ class Recording:
         finally:
             if self._board is not None:
                 self._board.close()
-            Folder(self.folder / "checkpoints").forget_adopted()
+            if self.folder is not None:
+                Folder(self.folder / "checkpoints").forget_adopted()
             if self._lock is not None:
                 self._lock.release()
 
@@ -256,25 +261,29 @@ class Recording:
         try:
             yield
         except OSError as error:
-            self._failed(f"{self.folder / name}: {error.strerror}")
+            self._failed(f"{self.record.path / name}: {error.strerror}")
 
     def _add(self, kind: str, **content: Any) -> None:
         now = {} if self._virtual else {"time": time.time()}  # a simulated run is the same every time
         line = plain({"kind": kind, **now, **content})
         self.record.feed(line)
+        if self._lines is None:
+            return
         with self._writing(EVENTS):
             self._lines.write(line)
             if self._board is not None:
                 feed_board(self._board, line)
 
     def keep(self, name: str, text: str) -> None:
-        """A file of the folder, in whole or not at all."""
+        """Write a file of the run folder, in whole or not at all; without a folder nothing."""
+        if self.folder is None:
+            return
         with self._writing(name):
             write_whole(self.folder / name, text)
 
     def _save(self, name: str, state: dict[str, torch.Tensor], notes: Line, table: int = 0) -> bool:
         """What `model.load_state_dict` expects, with what is not trained, without what is not kept; beside, then renamed."""
-        model, path = self._model if table == 0 else None, self.folder / name
+        model, path = self._model if table == 0 else None, self.record.path / name
         if model is not None:
             own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             state = {key: state.get(key, value) for key, value in own.items()}
@@ -368,7 +377,7 @@ def describe(spec: RunSpec, engine: Engine, model: nn.Module | None) -> Line:
 def _length(data: Any) -> int | None:
     try:
         return len(data)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

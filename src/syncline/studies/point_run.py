@@ -99,7 +99,7 @@ def _trained(job: Job, moved: Moved) -> dict[str, Any]:
     arguments = job.build()
     done = count(1)  # epochs; they need not be done in order
     arguments["callbacks"] = (*arguments["callbacks"], lambda record: moved(next(done)))
-    result: Result = train(**arguments)
+    result = train(**arguments, progress=False)
     metrics = _metrics(result, arguments)
     accuracy, table = metrics.get("accuracy"), result.statistics.tables.get(0)
     try:

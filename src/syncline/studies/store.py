@@ -27,7 +27,14 @@ from syncline.studies.grid import Point, StudyRow
 TABLE, JOB, LOG, LOCK = "tradeoff.csv", "job.toml", "log.txt", ".lock"
 MARK = "# syncline tradeoff, job "
 VARIED = ("sync", "learners", "batch_size", "seed")  # keys that the grid sets
-ELSEWHERE = ("run_dir", "resume", "checkpoint_every", "keep_checkpoints", "clocks")  # runs leave rows only
+ELSEWHERE = (
+    "run_dir",
+    "resume",
+    "if_exists",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "clocks",
+)  # runs leave rows only
 
 
 def common(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class ApartAgent:
         os.close(self._end)
 
 
-def _agent(secret: Secret, path: list[str], folder: str) -> Agent:
-    return Agent(secret, "127.0.0.1", path=path, folder=folder)
+def _agent(secret: Secret, path: list[str], folder: str, *, own_process: bool) -> Agent:
+    return Agent(secret, "127.0.0.1", path=path, folder=folder, own_process=own_process)
 
 
 @cache
@@ -111,7 +111,7 @@ def serve(fd: int) -> None:
 def _live(settings: Any, out: int, life: int) -> NoReturn:
     """Until the other end of its life line is closed."""
     forkserver.start_here()
-    agent = _agent(*settings)
+    agent = _agent(*settings, own_process=True)
     os.write(out, pickle.dumps(agent.about()))
     os.close(out)
     os.read(life, 1)
@@ -155,7 +155,7 @@ class SmallCluster(RayCluster):
     def _start_all(self, indices: Sequence[int]) -> None:
         here = (self.secret, list(sys.path), os.getcwd())
         for index in indices:
-            agent: Any = self._start_apart(here) if self._apart else _agent(*here)
+            agent: Any = self._start_apart(here) if self._apart else _agent(*here, own_process=False)
             self.agents[index] = agent
             about = agent.about()
             self.about[index] = replace(about, address=self._through(about.address))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from syncline.batch.commands import BatchMethod
 from syncline.dial import Course
-from syncline.engines.checkpoint_options import AUTO
+from syncline.engines.checkpoint_options import AUTO, REFUSE
 from syncline.engines.run import Callback, Engine, Task
 from syncline.errors import NotYetError
 from syncline.learn.gradient_ways import Backprop, Loss, Objective, regularised, way_of
@@ -37,7 +37,7 @@ from syncline.train.groups import (
     under_torchrun,
     updates_locally,
 )
-from syncline.train.run import Run
+from syncline.train.run import Result, Run
 from syncline.train.spec import (
     DEFAULT_LEARNERS,
     Dial,
@@ -49,7 +49,11 @@ from syncline.train.spec import (
     topology_of,
 )
 
+ModelOrFactory = nn.Module | Callable[[], nn.Module]
+Examples = Dataset[Any] | tuple[torch.Tensor, ...]
 
+
+@overload
 def launch(
     function: Callable[..., Any],
     *arguments: Any,
@@ -66,6 +70,41 @@ def launch(
     warmstart: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    if_exists: str = REFUSE,
+    checkpoint_every: int | str | None = AUTO,
+    keep_checkpoints: int = 2,
+    clocks: bool = False,
+    on_error: str = "raise",
+    replace: bool = False,
+    patience: float | None = PATIENCE,
+    kill_hung: bool = False,
+    wait: Literal[True] = True,
+    progress: bool = True,
+    group: int = 1,
+    plan: Any = None,
+    **keywords: Any,
+) -> Result: ...
+@overload
+def launch(function: Callable[..., Any], *arguments: Any, wait: Literal[False], **keywords: Any) -> Run: ...
+@overload
+def launch(function: Callable[..., Any], *arguments: Any, wait: bool, **keywords: Any) -> Result | Run: ...
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    learners: int = DEFAULT_LEARNERS,
+    sync: Dial = "hardsync",
+    topology: str = "servers",
+    engine: str | Engine = "local",
+    device: str | Sequence[str] | None = None,
+    table_device: str | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    clip_norm: float | None = None,
+    batch_size: int | None = None,
+    warmstart: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    if_exists: str = REFUSE,
     checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
@@ -74,10 +113,11 @@ def launch(
     patience: float | None = PATIENCE,
     kill_hung: bool = False,
     wait: bool = True,
+    progress: bool = True,
     group: int = 1,
     plan: Any = None,
     **keywords: Any,
-) -> Any:
+) -> Result | Run:
     """Run `function(session, *arguments, **keywords)` in every learner; a `Result`, or a `Run` with wait=False.
 
     `batch_size` is needed only by dials whose rate depends on it. Everything else a learner needs is passed
@@ -112,13 +152,71 @@ def launch(
     )
     task = Task(function, arguments, keywords)
     spec = run_spec(runner, task, description, given, group=group, cut=plan)
-    run = Run(runner, spec, None)
+    run = Run(runner, spec, None, progress=progress)
     return run.wait() if wait else run
 
 
+class TrainOptions(TypedDict, total=False):
+    """Every option of `train` but `wait`, for type checkers; the signature of `train` has the defaults."""
+
+    loss: Loss | None
+    objective: Objective | None
+    optimizer: Required[Callable[..., torch.optim.Optimizer] | BatchMethod]
+    schedule: Callable[[Any], Any] | None
+    sync: Dial
+    topology: str
+    engine: str | Engine
+    learners: int
+    batch_size: int
+    global_batch_size: int | None
+    epochs: int | None
+    steps: int | None
+    evaluate: Dataset[Any] | tuple[torch.Tensor, ...] | Callable[[nn.Module], dict[str, float]] | None
+    clip_norm: float | None
+    warmstart: int
+    device: str | Sequence[str] | None
+    table_device: str | None
+    data_device: str | None
+    seed: int
+    policy: str
+    collate: Callable[[list[Any]], Any] | None
+    threads: int | None
+    run_dir: str | Path | None
+    resume: str | Path | None
+    if_exists: str
+    checkpoint_every: int | str | None
+    keep_checkpoints: int
+    clocks: bool
+    on_error: str
+    replace: bool
+    patience: float | None
+    kill_hung: bool
+    callbacks: Callback | Sequence[Callback]
+    gradient: str | Callable[[nn.Module, Any], torch.Tensor]
+    regulariser: Callable[[nn.Module], torch.Tensor] | None
+    stop: Mapping[str, Any] | None
+    progress: bool
+    group: int
+    plan: Any
+    local_update: bool
+    check: bool
+
+
+@overload
 def train(
-    model: nn.Module | Callable[[], nn.Module],
-    data: Dataset[Any] | tuple[torch.Tensor, ...],
+    model: ModelOrFactory, data: Examples, *, wait: Literal[True] = True, **options: Unpack[TrainOptions]
+) -> Result: ...
+@overload
+def train(
+    model: ModelOrFactory, data: Examples, *, wait: Literal[False], **options: Unpack[TrainOptions]
+) -> Run: ...
+@overload
+def train(
+    model: ModelOrFactory, data: Examples, *, wait: bool, **options: Unpack[TrainOptions]
+) -> Result | Run: ...
+def train(
+    model: ModelOrFactory,
+    data: Examples,
     *,
     loss: Loss | None = None,
     objective: Objective | None = None,
@@ -144,6 +242,7 @@ def train(
     threads: int | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    if_exists: str = REFUSE,
     checkpoint_every: int | str | None = AUTO,
     keep_checkpoints: int = 2,
     clocks: bool = False,
@@ -156,11 +255,12 @@ def train(
     regulariser: Callable[[nn.Module], torch.Tensor] | None = None,
     stop: Mapping[str, Any] | None = None,
     wait: bool = True,
+    progress: bool = True,
     group: int = 1,
     plan: Any = None,
     local_update: bool = True,
     check: bool = False,
-) -> Any:
+) -> Result | Run:
     """Train `model` on `data` with several learners; a `Result`, or a `Run` with wait=False.
 
     A callable `model` makes it, with this seed, in every learner; `data` is a Dataset, or a tuple of tensors.
@@ -178,7 +278,8 @@ def train(
 
     The first `warmstart` updates are one learner's alone. Checkpoints go to `run_dir` every `checkpoint_every` updates (a
     number) or seconds (a text such as "30s"; "auto" is a minute, "end" or None the last one alone) and at the end; `resume` goes
-    on from one. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
+    on from one. Where `run_dir` holds a run already, `if_exists="resume"` continues it, "replace" deletes it, "new" writes to the next
+    free name, `run_dir-2`. With `clocks` the vector clock of every update is kept there too. A learner that dies is left out, with `replace`
     another takes its place; an exception ends the run, or only its learner with `on_error="continue"`; a learner not heard of for
     `patience` seconds is named, and ended with `kill_hung`.
 
@@ -189,6 +290,9 @@ def train(
     With `sync="sandblaster"` the optimizer is a batch method such as `sl.LBFGS()`: `steps` counts iterations, `batch_size` is a portion of
     the batch, which is all data or, with `global_batch_size` or `schedule` (iteration -> examples), a sample. See docs/howto/batch_methods.md.
 
+    While the run is waited for its progress is shown on stderr: a live panel on a terminal or in a notebook, plain lines elsewhere;
+    `progress=False`, or SYNCLINE_PROGRESS=off in the environment, switches it off.
+
     Ctrl-C and SIGTERM end the run well, with a last checkpoint, and are then raised: KeyboardInterrupt and SystemExit(143), whose
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
@@ -196,7 +300,7 @@ def train(
     runner = engine_of(engine)
     if wants_batch(sync, optimizer):
         batch, whole = batch_spec(runner, **given)
-        run = Run(runner, batch, whole)
+        run = Run(runner, batch, whole, progress=progress)
         return run.wait() if wait else run
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology, local_update=local_update)
@@ -273,5 +377,5 @@ def train(
         evaluate=evaluation,
         callbacks=(*checks.check_callbacks(callbacks), *([rule] if rule is not None else [])),
     )
-    run = Run(runner, spec, whole, made)
+    run = Run(runner, spec, whole, made, progress=progress)
     return run.wait() if wait else run

@@ -8,12 +8,15 @@ ended. Signals that are ignored stay ignored.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import signal
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,8 +25,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from syncline.dial import Course, Sync, as_sync
-from syncline.engines.run import Engine, EpochRecord, Event, Handle, Outcome, RunSpec
+from syncline.engines.local import forkserver
+from syncline.engines.run import Engine, EpochRecord, Event, Handle, Listener, Outcome, RunSpec
 from syncline.engines.simulated_times import SimulatedTimes
+from syncline.engines.torchrun.engine import Torchrun
 from syncline.errors import DialError, RunError, Terminated, UsageError, interrupted
 from syncline.learn.model_factories import copied
 from syncline.learn.server_session import check_whole, refuse_weighted
@@ -31,6 +36,7 @@ from syncline.learn.train_and_evaluate import Training
 from syncline.messages import Statistics
 from syncline.protocols.staleness import Staleness
 from syncline.report.folder_writer import Recording
+from syncline.report.progress import ProgressDisplay, progress_is_wanted
 from syncline.topologies import Trees
 
 HEEDED = (signal.SIGINT, signal.SIGTERM)
@@ -90,7 +96,13 @@ class Interrupts:
 MOST_DIALS = 64  # in one run
 
 
-@dataclass(frozen=True, kw_only=True)
+def shows_progress(progress: Any, engine: Engine) -> bool:
+    """Return whether a run shows its progress: never a run that a learner starts, and of torchrun's ranks the first."""
+    wanted = progress_is_wanted(progress)
+    return wanted and not forkserver.is_child and not (isinstance(engine, Torchrun) and engine.place.rank)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
     """What a run leaves (M10).
 
@@ -121,6 +133,47 @@ class Result:
             raise UsageError(f"the run has tables {sorted(self._tables)}, not {table}")
         return self._tables[table][1]
 
+    def __repr__(self) -> str:
+        """Summarise the run in at most eight lines."""
+        how = "interrupted" if self.interrupted else "finished"
+        updates = f"{self.updates:,} updates of {self.gradients:,} gradients"
+        dropped = f" ({self.dropped:,} dropped)" if self.dropped else ""
+        unit = "virtual s" if self.simulated is not None else "s"
+        lines = [
+            f"Result: {how}, {updates}{dropped} in {self.seconds:.1f} {unit}, {self.throughput:,.0f} examples/s"
+        ]
+        if self.history:
+            last = self.history[-1]
+            metrics = "".join(f", test {name} {value:.4g}" for name, value in last.metrics.items())
+            lines.append(f"epoch {last.epoch + 1}: loss {last.loss:.4g}{metrics}")
+        lines.append(f"staleness: {self.staleness}")
+        if self.events:
+            lines.append(f"events: {len(self.events)}, the last: {self.events[-1].what}")
+        if any(value is not None for value in self.returned):
+            lines.append(f"returned: {reprlib.repr(self.returned)}")
+        if self.model is not None:
+            size = sum(parameter.numel() for parameter in self.model.parameters())
+            lines.append(f"model: {type(self.model).__name__} with {size:,} parameters")
+        return "\n  ".join(" ".join(line.split())[:200] for line in lines)
+
+
+class _Standing:
+    """A listener that counts epochs and learners alive, for `repr(run)`."""
+
+    def __init__(self, learners: int) -> None:
+        self._began_with, self.alive, self.epochs = learners, set(range(learners)), 0
+
+    def __call__(self, record: Any) -> None:
+        if isinstance(record, EpochRecord):
+            self.epochs = record.epoch + 1
+        elif isinstance(record, Event) and record.kind == "begun anew":
+            self.alive = set(range(self._began_with))
+        elif isinstance(record, Event) and record.rank is not None:
+            if record.kind in ("lost", "raised"):
+                self.alive.discard(record.rank)
+            elif record.kind in ("joined", "replaced"):
+                self.alive.add(record.rank)
+
 
 class Run:
     """A run in progress, from `wait=False`; as a context manager it stops what was not waited for.
@@ -134,18 +187,23 @@ class Run:
         spec: RunSpec,
         model: nn.Module | None,
         made: torch.optim.Optimizer | None = None,
+        *,
+        progress: bool = True,
     ) -> None:
         self._spec, self._model, self._made = spec, model, made
         plan = next(iter(spec.task.arguments), None)
         self._plan = plan if isinstance(plan, Training) else None
         self._own = self._plan is not None and not isinstance(self._plan.model, nn.Module)  # not the caller's
         self._changes = 0
+        self._standing = _Standing(spec.plan.learners)
         try:
-            self.recording: Recording | None = None  # of a run that has a folder
-            if spec.storage.folder is not None:
-                self.recording = Recording(spec.storage.folder, spec, engine, model)
-                spec = dataclasses.replace(spec, listeners=(*spec.listeners, self.recording.heard))
-            self._handle: Handle = engine.start(spec)
+            progress = shows_progress(progress, engine)
+            self.recording: Recording | None = None  # of a run that has a folder, or shows its progress
+            listeners: tuple[Listener, ...] = (*spec.listeners, self._standing)
+            if spec.storage.folder is not None or progress:
+                self.recording = Recording(spec, engine, model)
+                listeners = (*listeners, self.recording.heard)
+            self._handle: Handle = engine.start(dataclasses.replace(spec, listeners=listeners))
         except BaseException:
             if spec.storage.lock is not None:
                 spec.storage.lock.release()
@@ -153,12 +211,43 @@ class Run:
         self._forgotten = weakref.finalize(self, _forget, self._handle)
         self._forgotten.atexit = False  # then all that go on are ended together
         self.interrupts = Interrupts(self._handle.interrupt)
+        self._progress: ProgressDisplay | None = None
         if self.recording is not None:
             self.recording.follow(self._handle)
+        if self.recording is not None and progress:
+            # The display must not hold the run, which is stopped when its handle is gone.
+            interrupts = self.interrupts
+            self._progress = ProgressDisplay(
+                self.recording.record,
+                spec.name,
+                note=lambda: "stopping: learners finish their step" if interrupts.number else "",
+            )
+
+    def __repr__(self) -> str:
+        """Show name, state, epoch, learners alive and run folder."""
+        plan, folder = self._spec.plan, self._spec.storage.folder
+        word = "epoch" if self._spec.batch is None else "iteration"
+        end = plan.epochs if self._spec.batch is None else plan.limit
+        epochs = f"{self._standing.epochs} of {end} {word}s" if end else f"{self._standing.epochs} {word}s"
+        state = self._state()
+        alive = f", {len(self._standing.alive)} learners alive" if state == "running" else ""
+        where = f", in {Path(folder).parent}" if folder is not None else ""
+        return f"<Run {self._spec.name}: {state}, {epochs} done{alive}{where}>"
+
+    def _state(self) -> str:
+        if not self.done:
+            return "running"
+        try:
+            outcome = self._handle.wait(0)
+        except BaseException:
+            return "failed"
+        stopped = self.recording is not None and self.recording.stopped
+        return "stopped" if stopped or outcome.interrupted else "finished"
 
     def wait(self, timeout: float | None = None) -> Result:
         """The result; raises what went wrong, and what ended it: after Ctrl-C KeyboardInterrupt, after SIGTERM SystemExit."""
-        with self.interrupts:
+        shown = self._progress.shown(live=timeout is None) if self._progress is not None else nullcontext()
+        with self.interrupts, shown:
             outcome = self._outcome(timeout)
             result = self._result(outcome)
         told = self.interrupts.told(result, outcome.signal)

@@ -16,6 +16,7 @@ from torch import nn
 from syncline.dial import Course, Sync
 from syncline.engines.checkpoint_options import Checkpoints
 from syncline.engines.local.engine import Local
+from syncline.engines.process_titles import name_of_run
 from syncline.engines.ray.engine import Ray
 from syncline.engines.run import Callback, Engine, Evaluate, RunSpec, Task
 from syncline.engines.torchrun.engine import Torchrun
@@ -58,7 +59,16 @@ def run_spec(
     faults = Faults(**{name: given[name] for name in ("on_error", "replace", "patience", "kill_hung")})
     run_dir, resume, every = given["run_dir"], given["resume"], given["checkpoint_every"]
     keep, clocks, virtual = given["keep_checkpoints"], given["clocks"], engine.virtual
-    checkpoints = Checkpoints(run_dir, resume, every, keep, clocks=clocks, virtual=virtual, read=read)
+    checkpoints = Checkpoints(
+        run_dir,
+        resume,
+        every,
+        keep,
+        clocks=clocks,
+        virtual=virtual,
+        if_exists=given["if_exists"],
+        read=read,
+    )
     check_plan(plan, engine, faults, group, clocks=clocks)
     device, place = given["device"], place_of(engine)
     if place is not None:
@@ -76,6 +86,7 @@ def run_spec(
     if engine.deals_devices and isinstance(plan.topology, Servers):
         # small parts would cross links one by one
         plan = dataclasses.replace(plan, topology=dataclasses.replace(plan.topology, least=SHARD_BYTES))
+    checkpoints = checkpoints.settled()
     saving, storage = checkpoints.opened(plan)
     try:
         if not checkpoints.rank:
@@ -96,6 +107,7 @@ def run_spec(
         storage=storage,
         evaluate=evaluate,
         callbacks=callbacks,
+        name=name_of_run(checkpoints.folder),
     )
 
 

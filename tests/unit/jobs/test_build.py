@@ -20,7 +20,7 @@ from tests.unit.jobs.own_job import SMALL
 def test_building() -> None:
     text = SMALL + '[evaluate]\nsplit = "test"\n[schedule]\nname = "step"\nstep_size = 2\n'
     made = Job.parse(text, ["seed=5"]).build()
-    assert set(made) == set(inspect.signature(sl.train).parameters) - {"wait"}
+    assert set(made) == set(inspect.signature(sl.train).parameters) - {"wait", "progress"}
     torch.manual_seed(5)
     assert torch.equal(made["model"][1].weight, torch.nn.Linear(64, 10).weight), "as a plain script makes it"
     assert len(made["data"]) == 1442 and len(made["evaluate"]) == len(digits("test"))

@@ -19,6 +19,7 @@ class MadeUpAgent:
     host: str
     path: list[str]
     folder: str
+    own_process: bool
     closed: bool = False
 
     def about(self) -> About:

@@ -25,7 +25,7 @@ from tests.unit.train.still_engine import StillEngine
 
 GIVEN: dict[str, Any] = {
     "threads": None, "run_dir": None, "resume": None, "on_error": "raise", "replace": False, "patience": 60.0,
-    "kill_hung": False, "checkpoint_every": "auto", "keep_checkpoints": 2, "clocks": False, "device": None,
+    "kill_hung": False, "checkpoint_every": "auto", "keep_checkpoints": 2, "clocks": False, "if_exists": "refuse", "device": None,
     "table_device": None,
 }  # fmt: skip
 

@@ -91,7 +91,8 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
         device = self.spec.devices[rank % len(self.spec.devices)]
         spec = BatchLearnerSpec(device, self._point, self._pools, self._beat("learner", learner))
         run = partial(run_batch_learner, spec=spec)
-        process = self._processes.fork("learner", learner, rank, run, None, self._threads())
+        part = f"portion worker {rank}"
+        process = self._processes.fork("learner", learner, rank, run, None, self._threads(), part)
         self._learners[learner] = process
         assert self._task is not None
         process.channel.post(self._task)

@@ -27,11 +27,13 @@ import torch
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.shared_memory import crash_at
 from syncline.engines.malloc_tuning import keep_freed_memory
+from syncline.engines.process_titles import set_title
 from syncline.errors import RunError
 
 CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
 MANY = 24  # children after which it pays to make the next ones cheaper
 TERM_GRACE = 20.0  # seconds that a child goes on after SIGTERM
+is_child = False  # this process is a run's: a learner, a shard, an evaluator or another
 
 Run = Callable[[Channel], int | None]  # what a child does; gives its exit code
 
@@ -106,6 +108,7 @@ def start_here() -> None:
         if pid == 0:
             try:
                 mine.close()
+                _lock.release()  # forked while it is held: a learner that launches a run takes it
                 os.setsid()  # the terminal's Ctrl-C is the caller's to handle
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 serve(theirs.detach())
@@ -159,16 +162,19 @@ def _warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     torch.optim.SGD([parameter], lr=0.1).step()  # not Adam: it counts GPUs, and then no child could use one
-    from syncline.engines.local import (  # noqa: F401 - all that children do
+    from syncline import data  # noqa: F401 - and all that children do
+    from syncline.engines.local import (  # noqa: F401
         allreduce_learner,
         batch_processes,
         seat_processes,
         server,
         tree_node,
     )
+    from syncline.learn import train_and_evaluate  # noqa: F401
 
 
 def serve(fd: int) -> None:
+    set_title(f"fork server of process {os.getppid()}")
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all: it lives as long as the caller
@@ -298,6 +304,7 @@ class Setup:
     """The first message to a child."""
 
     role: str  # "learner", "shard", "node" or "evaluator"
+    title: str
     threads: int
     path: list[str]
     folder: str
@@ -308,6 +315,8 @@ class Setup:
 
 def main(control: int, out: int, err: int, life_line: int) -> int:
     """The whole life of a child; the exit code comes back."""
+    global is_child
+    is_child = True
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _outlive_sigterm()
@@ -359,6 +368,7 @@ def _redirect(out: int, err: int) -> None:
 
 
 def _settle(setup: Setup) -> None:
+    set_title(setup.title)
     sys.path[:] = setup.path
     os.environ.clear()
     os.environ.update(setup.environment)

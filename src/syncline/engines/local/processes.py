@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from syncline.engines.local import forkserver
 from syncline.engines.local.control_channel import NOTHING, Channel, Closed
 from syncline.engines.local.shared_memory import WakeUp
+from syncline.engines.process_titles import title_of
 from syncline.errors import LostError
 
 RETRY = 0.01  # seconds until what somebody did not take is offered again
@@ -50,8 +51,10 @@ class Processes:
         heard: Callable[[Process, Any], None],
         ended: Callable[[Process, str], None],
         crashes: Mapping[str, int] | None = None,
+        run: str = "",
     ) -> None:
         self._heard, self._ended = heard, ended
+        self.run = run  # its name, in process titles
         self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
         self.by_pid: dict[int, Process] = {}
         self._deferred: list[forkserver.Ended] = []  # that came while somebody waited for something else
@@ -96,7 +99,9 @@ class Processes:
         run: forkserver.Run,
         bell: WakeUp | None = None,
         threads: int = 1,
+        part: str | None = None,
     ) -> Process:
+        """Start a process; `part` is its name in the process title, "ROLE RANK" if not given."""
         channel, theirs = Channel.pair()
         fds = [theirs.fileno(), self._out[0][1], self._out[1][1], self._life[0]]
         socket.send_fds(self._server._socket, [b"f"], fds)
@@ -106,7 +111,16 @@ class Processes:
         process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
         crash = self._crashes.pop(f"{role} {rank}", None)
         channel.post(
-            forkserver.Setup(role, threads, list(sys.path), os.getcwd(), dict(os.environ), crash, run)
+            forkserver.Setup(
+                role,
+                title_of(part or f"{role} {rank}", self.run),
+                threads,
+                list(sys.path),
+                os.getcwd(),
+                dict(os.environ),
+                crash,
+                run,
+            )
         )
         self.watch(channel.fileno(), partial(self._hear, process))
         return process

@@ -29,6 +29,7 @@ from syncline.engines.collectives import gloo_group
 from syncline.engines.local.control_channel import Channel, Closed
 from syncline.engines.local.forkserver import describe
 from syncline.engines.local.learner import LearnerSpec, LocalLearnerPort, call, returned, say
+from syncline.engines.process_titles import own_title, set_title
 from syncline.engines.run import Task
 from syncline.learn.seats import Line, SeatPort, SeatSession
 from syncline.parallel.move import Group, Joined, join
@@ -162,6 +163,7 @@ class Seats:
     def sit(self, line: Line | None = None, first: int | None = None) -> SeatSession:
         """Join the group; the session of this seat, by itself the first one's."""
         line, first = line or FirstLine(self._mates), first or os.getpid()
+        set_title(f"seat {line.seat} of {own_title()}")
         config = self._spec.seat
         devices = config.devices or (config.device,)
         config = replace(config, device=devices[line.seat % len(devices)], reader=False)

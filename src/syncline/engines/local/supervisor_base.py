@@ -101,11 +101,11 @@ class RunSupervisor(ABC):
 
     def _begin(self) -> None:
         self._task, evaluate = pack_task(self.spec)
-        self._processes = Processes(self._hear, self._ended, self._crashes)
+        self._processes = Processes(self._hear, self._ended, self._crashes, self.spec.name)
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
         if evaluate is not None:
-            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator)
+            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, part="evaluator")
             self._evaluator.channel.post(evaluate)
             evaluate.close()
 

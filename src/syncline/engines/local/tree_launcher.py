@@ -141,7 +141,8 @@ class NodeCrew:
             beats = self.beats[node] = self._region(8 * LINE)
             leaf, upper = node in self.tree.leaves, self._bells.get(above, self._root)
             spec = NodeSpec(node, leaf, above, desk, bell, self._root, upper, self._geometry, beats)
-            self.processes[node] = self._forks.fork("node", node, node, partial(run_node, spec=spec))
+            run = partial(run_node, spec=spec)
+            self.processes[node] = self._forks.fork("node", node, node, run, part=f"tree node {node}")
         self._host.post_all(Call(LocalServer.add_node, (node, desk, bell)))
         site = self.sites[node]
         known = NodeKnown(name_of(node), site, self._site(above), desk, bell, self._bells.get(above))

@@ -25,6 +25,7 @@ from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.processes import Process, Processes
 from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.shared_pickle import Parcel, unpack
+from syncline.engines.process_titles import set_title, title_of
 from syncline.engines.ray.bulk_connection import Lost
 from syncline.engines.ray.frame_kinds import WORD, Kind, ObjectConnection
 from syncline.engines.ray.placement import GpuDealer
@@ -105,8 +106,17 @@ def versions() -> tuple[str, str, str]:
 class Agent:
     """One node's part of a run; everything happens on one thread of its own, beside the listener's."""
 
-    def __init__(self, secret: Secret, host: str, *, gpus: int = 0, path: list[str], folder: str) -> None:
-        self._secret, self._gpus = secret, gpus
+    def __init__(
+        self,
+        secret: Secret,
+        host: str,
+        *,
+        gpus: int = 0,
+        path: list[str],
+        folder: str,
+        own_process: bool = True,
+    ) -> None:
+        self._secret, self._gpus, self._own_process = secret, gpus, own_process
         # modules are looked for where the caller looks for them, as far as that is here too
         sys.path += [each for each in path if each not in sys.path and os.path.isdir(each)]
         if os.path.isdir(folder):
@@ -233,6 +243,9 @@ class Agent:
 
     def _begin(self, order: Begin) -> None:
         assert self._task is not None
+        self._processes.run = order.spec.name
+        if self._own_process:
+            set_title(title_of("agent", order.spec.name))
         sees = order.token is None or self.sees(order.token)
         self.host = LocalHost(
             order.spec if sees else replace(order.spec, storage=Storage()),

@@ -33,7 +33,7 @@ def load_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UsageError('engine="ray" needs Ray: pip install syncline[cluster]') from error
+        raise UsageError('engine="ray" needs Ray, which is not installed: pip install ray') from error
     return ray
 
 

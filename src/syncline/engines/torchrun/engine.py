@@ -26,6 +26,7 @@ from syncline.dial import Sync
 from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup, MovesOf, wants_nccl
 from syncline.engines.malloc_tuning import keep_freed_memory
+from syncline.engines.process_titles import title_of, titled
 from syncline.engines.run import Engine, Handle, Outcome, RunSpec
 from syncline.engines.torchrun.connection import (
     Address,
@@ -377,7 +378,9 @@ class TorchrunHandle(Handle):
         spec = self._spec
         session.seed()
         value = None
-        with contextlib.suppress(RunStopped):
+        part = "learner" if spec.group == 1 else "seat"
+        title = title_of(f"{part} {self._place.rank}", spec.name)
+        with contextlib.suppress(RunStopped), titled(title):
             value = spec.task.function(session, *map(_own, spec.task.arguments), **spec.task.keywords)
         session.close()
         signal = self._signal if session.stopped else 0

@@ -113,7 +113,14 @@ class Children:
         self.closed: bool | None = None
 
     def fork(
-        self, role: str, number: int, rank: int, run: Any, bell: Any = None, threads: int = 1
+        self,
+        role: str,
+        number: int,
+        rank: int,
+        run: Any,
+        bell: Any = None,
+        threads: int = 1,
+        part: str | None = None,
     ) -> Process:
         pid = 100 + len(self.by_pid)
         channel: Any = Post()
@@ -160,7 +167,7 @@ def lives(run: Any, story: Callable[[Children], Story], monkeypatch: pytest.Monk
     """All of a run, on this thread: the story tells what happens whenever its supervisor waits; timers are looked at always."""
     made: list[Children] = []
 
-    def children(heard: Any, ended: Any, crashes: Any) -> Children:
+    def children(heard: Any, ended: Any, crashes: Any, run: str) -> Children:
         def told() -> Story:
             yield from story(made[0])
 

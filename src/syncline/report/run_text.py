@@ -17,7 +17,7 @@ from syncline.terminal import visible
 
 
 def print_line(console: Console, text: str, style: str | None = None, *, lines: bool = False) -> None:
-    """Print one line, or several with `lines`, uncut whatever the width: it may be there to be copied."""
+    """Print one line, or several with `lines`, uncut at any width, because it may be copied."""
     shown = Text(visible(text, lines=lines))
     console.print(shown, style=style, soft_wrap=True, highlight=False)
 
@@ -28,7 +28,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def near(path: Path) -> str:
-    """A path as one would type it here."""
+    """Return a path relative to the current folder if it lies below it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -36,12 +36,12 @@ def near(path: Path) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """1 epoch, 2 epochs."""
+    """Return a number with its noun: 1 epoch, 2 epochs."""
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 def headline(record: RunRecord) -> str:
-    """What runs, under which dial."""
+    """Name the model, the dial, the learners and the length of a run."""
     options = record.options
     model = str(options.get("model") or options.get("function") or "?")
     if options.get("parameters"):
@@ -59,7 +59,7 @@ def headline(record: RunRecord) -> str:
 
 
 def epoch_line(record: RunRecord, epoch: Line) -> str:
-    """One line of plain output."""
+    """Return the line of plain output for an epoch."""
     key = "epochs" if record.word == "epoch" else "steps"
     total = f"/{record.options[key]}" if record.options.get(key) else ""
     parts = [f"{record.word} {epoch['epoch'] + 1}{total}"]
@@ -73,7 +73,7 @@ def epoch_line(record: RunRecord, epoch: Line) -> str:
 
 
 def event_line(event: Line) -> str:
-    """Return one visible line: when, who, what."""
+    """Return one visible line for an event: its time, its learner and what happened."""
     who = f"learner {event['rank']}: " if event.get("rank") is not None else ""
     lines = str(event.get("what") or event.get("event") or "").strip().splitlines() or [""]
     what = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}"
@@ -81,7 +81,7 @@ def event_line(event: Line) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1.4 s, 2:05 or 1:02:05."""
+    """Format seconds as 1.4 s, 2:05 or 1:02:05."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -90,12 +90,12 @@ def duration(seconds: float) -> str:
 
 
 def lasted(record: RunRecord) -> str:
-    """A run's time, in its own seconds."""
+    """Return how long a run took, in virtual seconds if it was simulated."""
     return f"{duration(record.seconds)} virtual" if record.virtual else duration(record.seconds)
 
 
 def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
-    """A test metric: its last value, and the best if that is another."""
+    """Return a test metric's last value, and its best where that differs."""
     points = record.metric(name)
     if not points:
         return "–"
@@ -109,7 +109,7 @@ def last_and_best(record: RunRecord, name: str, *, short: bool = False) -> str:
 
 
 def summary(record: RunRecord) -> list[tuple[str, str]]:
-    """The end of a run as rows of two."""
+    """Return the summary of a run as rows of name and value."""
     last, staleness = record.last, record.staleness
     rows = [(name, last_and_best(record, name)) for name in reversed(record.metrics)]
     if points := record.metric("loss"):
@@ -125,7 +125,7 @@ def summary(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def account(total: LearnerTimes) -> list[tuple[str, str]]:
-    """Where the virtual time of simulated learners went, as rows of two."""
+    """Return the shares of simulated learners' virtual time as rows of name and value."""
     whole = total.compute + total.communication + total.waiting or 1.0
     parts = (("computing", total.compute), ("communication", total.communication), ("waiting", total.waiting))
     spent = ", ".join(f"{100 * seconds / whole:.1f} % {name}" for name, seconds in parts)
@@ -136,7 +136,7 @@ def account(total: LearnerTimes) -> list[tuple[str, str]]:
 
 
 def how(record: RunRecord) -> str:
-    """How it stands: finished after …, running since …"""
+    """Say in a line how a run stands or ended, after how many epochs and seconds."""
     by_updates = record.word == "epoch" and record.options.get("steps")
     ended = (record.last.get("version") or 0, "update") if by_updates else (len(record.epochs), record.word)
     done = f"{counted(*ended)} in {lasted(record)}"
@@ -148,7 +148,7 @@ def how(record: RunRecord) -> str:
 def next_steps(
     record: RunRecord, command: Sequence[str], given: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
-    """Commands to try, with what they do: the one that was given, with another dial."""
+    """Return commands to try next, each with what it does."""
     sync, learners = str(record.options.get("sync")), int(record.options.get("learners") or 2)
     among_equals = str(record.options.get("topology")).startswith("allreduce")
     free = [("--topology", "servers")] if among_equals else []

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from syncline.cli.display import panel
+from syncline.report.run_panel import panel
 from syncline.report.run_record import RunRecord
 from tests.unit.report.lines_of_a_run import end, epoch, event, start, statistics
 from tests.unit.report.test_run_record import fed

@@ -16,12 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from syncline.cli.plain_output import duration, event_line, headline, last_and_best, lasted
 from syncline.errors import RunError, UsageError
 from syncline.report import svg_plots as svg
 from syncline.report.event_lines import write_whole
 from syncline.report.html_page import measure
 from syncline.report.run_record import GONE, Line, RunRecord, learners_of
+from syncline.report.run_text import duration, event_line, headline, last_and_best, lasted
 from syncline.terminal import visible
 
 MOST_BARS, BAR = 6, 24  # rows and widest bar of the histogram
@@ -30,7 +30,7 @@ COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed"
 
 
 def panel(record: RunRecord, *, note: str = "") -> Panel:
-    """All of it."""
+    """Render a run as one panel, with a `note` below it."""
     state = record.state
     middle = Columns([_learners(record), _staleness(record)], padding=(0, 4))  # or below each other
     parts: list[RenderableType] = [_progress(record), _numbers(record), Text(""), middle]
@@ -73,7 +73,7 @@ def _progress(record: RunRecord) -> Table:
 
 
 def _remaining(record: RunRecord) -> str:
-    """From the rate since the first sample: the start is no measure of the rest."""
+    """Estimate the time that remains from the rate since the first sample, which leaves out the start of the processes."""
     if record.state != "running":
         return ""
     if record.goal is None or len(record.samples) < 3:
@@ -151,7 +151,7 @@ def _learners(record: RunRecord) -> RenderableType:
 
 
 def _doing(learner: Line, missing: object) -> tuple[str, str]:
-    """In words and colour; who waits in lockstep waits for those whose gradients are missing."""
+    """Return what a learner does, in words and colour; in lockstep, name the learners that it waits for."""
     state = str(learner.get("state") or "?")
     if state in GONE:
         return state, "red"
@@ -177,7 +177,7 @@ def _events(record: RunRecord) -> list[RenderableType]:
 
 
 def comparison(records: Sequence[RunRecord]) -> Table:
-    """One column per run; where a row has a best value it is marked."""
+    """Compare runs, one column each; the best value of a row is marked."""
     table = Table(header_style="bold", title="", show_edge=False)
     table.add_column("")
     for record in records:
@@ -218,7 +218,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
 
 
 def write_plot(records: Sequence[RunRecord], path: Path) -> None:
-    """Loss and test metrics of all runs over epochs and over time, as SVG."""
+    """Draw loss and test metrics of all runs over epochs and over time, as SVG."""
     if path.suffix.lower() != ".svg":
         raise UsageError(f"plots are SVG, which every browser shows: write --plot {path.with_suffix('.svg')}")
     seconds = "virtual seconds" if any(record.virtual for record in records) else "seconds"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.cli.plain_output import (
+from syncline.engines.simulated_times import LearnerTimes
+from syncline.report.run_text import (
     account,
     counted,
     duration,
@@ -24,7 +25,6 @@ from syncline.cli.plain_output import (
     print_line,
     summary,
 )
-from syncline.engines.simulated_times import LearnerTimes
 from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, event, start, statistics, whole
 from tests.unit.report.test_run_record import fed
 
