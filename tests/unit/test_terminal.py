@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -24,12 +23,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from syncline.cli.app import app
-from syncline.cli.display import comparison, panel
 from syncline.cli.study_display import Progress
 from syncline.cli.study_display import panel as study_panel
-from syncline.cli.train import _plain
 from syncline.jobs import dumps
 from syncline.report.html_page import page
+from syncline.report.progress import ProgressDisplay
+from syncline.report.run_panel import comparison, panel
 from syncline.report.run_record import RunRecord, read_run
 from syncline.studies.grid import Point
 from syncline.studies.store import head, line_of
@@ -160,7 +159,9 @@ def test_the_live_display_and_plain_lines(name: str) -> None:
     assert harmless(re.sub(r"\x1b\[\??[0-9]*[A-Za-z]|\r", "", out.getvalue())), "but for the cursor's way"
     record = RunRecord(Path("run"))
     lines = Terminal(file=(plain := io.StringIO()), width=100)
-    _plain(cast(Any, SimpleNamespace(wait=lambda _: [*map(record.feed, lines_of(name))])), record, lines)
+    with ProgressDisplay(record, name, console=lines).shown():
+        for line in lines_of(name):
+            record.feed(line)
     assert harmless(plain.getvalue())
     assert sum(line.startswith("epoch ") for line in plain.getvalue().splitlines()) == 2
 

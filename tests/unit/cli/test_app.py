@@ -24,12 +24,12 @@ from typer.testing import CliRunner, Result
 
 import syncline as sl
 from syncline.cli.app import app
-from syncline.cli.plain_output import epoch_line
 from syncline.dial import PRESETS
 from syncline.errors import NothingLeft
 from syncline.report.event_lines import plain
 from syncline.report.html_page import page
 from syncline.report.run_record import read_run
+from syncline.report.run_text import epoch_line
 from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, start, statistics, whole
 
 JOB = """
