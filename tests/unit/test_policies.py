@@ -43,7 +43,7 @@ MOST_PUBLIC_NAMES = 22  # three of them are batch methods
 MOST_LINES = 600
 MOST_PORT_METHODS = 30  # over all ports
 MOST_CODE_LINES = (
-    44_200  # without blank lines, comments and docstrings; a commit that raises it gives the reason
+    45_200  # without blank lines, comments and docstrings; a commit that raises it gives the reason
 )
 
 FILES = sorted(SOURCE.rglob("*.py"))
