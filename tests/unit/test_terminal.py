@@ -138,6 +138,7 @@ def test_a_terminal_prints_texts_as_they_are(name: str) -> None:
 def test_runs(name: str) -> None:
     with written(name) as folder:
         assert visible(name).strip() in " ".join(printed("show", folder).split("\n")) or len(name) > 30
+        assert {visible(f"test {name}"), visible(f"test {name} accuracy")} == set(read_run(folder).metrics)
         printed("compare", folder, folder, "--plot", folder / "plot.svg")
         ElementTree.parse(folder / "plot.svg")
         text = page(read_run(folder))

@@ -310,11 +310,11 @@ def _finite(value: Any) -> float | None:
 
 
 def _epoch(line: Line) -> Line:
-    """Return an epoch's line with numbers as loss, metrics and notes; unknown ones are nan."""
+    """Return an epoch's line with numbers under visible names as loss, metrics and notes; unknown ones are nan."""
     loss = number(line.get("loss"))
     found = {**line, "loss": math.nan if loss is None else loss}
     for key in ("metrics", "notes"):
-        known = {name: number(value) for name, value in _inner(line, key).items()}
+        known = {visible(name): number(value) for name, value in _inner(line, key).items()}
         found[key] = {name: math.nan if value is None else value for name, value in known.items()}
     return found
 

@@ -24,7 +24,7 @@ def print_line(console: Console, text: str, style: str | None = None, *, lines: 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
-        print_line(console, f"  {name:<16}{value}")
+        print_line(console, f"  {name:<15} {value}")
 
 
 def near(path: Path) -> str:

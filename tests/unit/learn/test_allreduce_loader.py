@@ -228,7 +228,7 @@ def test_a_stream_goes_on_behind_the_batches_that_are_in_gradients() -> None:
     ((again, other),) = split(10, 2, 1, kept=kept)
     assert other.standing() == kept.standing
     assert in_step([(again, other)]) == [[[4, 5], [6, 7], [8, 9]]]
-    with pytest.raises(UsageError, match=r"in the middle of epoch 0 by 1 learners and cannot go on with 2"):
+    with pytest.raises(UsageError, match=r"in the middle of epoch 1 by 1 learners and cannot go on with 2"):
         split(10, 2, 2, kept=kept)
 
 

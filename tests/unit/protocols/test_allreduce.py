@@ -257,7 +257,7 @@ def test_what_servers_have_handed_out_and_not_folded_is_left_too() -> None:
 @pytest.mark.parametrize(
     "found, words",
     [
-        (at({2: {0: (30, 50)}, 3: {0: (0, 50)}}, []), "epochs 2, 3 are not folded yet"),
+        (at({2: {0: (30, 50)}, 3: {0: (0, 50)}}, []), "epochs 3, 4 are not folded yet"),
         (at({2: {0: (30, 50)}}, [(2, 10, 15)]), r"is not the end of \(0, 50\)"),
         (at({2: {0: (30, 40)}}, []), r"is not the end of \(0, 50\)"),
     ],
