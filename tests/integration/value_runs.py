@@ -54,7 +54,7 @@ class Weight(nn.Module):
 class Loop:
     """What every learner does: step through some epochs of batches of four.
 
-    `uneven`: odd ranks step once for two batches. `leaves`: the last rank returns after so many steps.
+    `uneven`: odd ranks step once for two batches, and for what is left after the loop. `leaves`: the last rank returns after so many steps.
     """
 
     size: int = 30
@@ -75,7 +75,8 @@ class Loop:
                 optimizer.step()
                 if last and len(made) == self.leaves:
                     return made
-        session.mean(0.0)  # nobody leaves before all have published: the number of learners is known
+        if self.leaves is None:
+            session.mean(0.0)  # the number of learners is known until all gradients are published
         return made
 
     def _batches(
