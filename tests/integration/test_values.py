@@ -27,7 +27,7 @@ FREE = [
     *WHOLE,
     "softsync:1",
     "softsync:2",
-    "softsync:1,rate=given",
+    "softsync:2,rate=given",
     "async",
     "ssp:1,rate=share",
     "hardsync until 1 then softsync:2",
