@@ -1,5 +1,7 @@
 """Runs over trees of servers (R7, M14), simulated and in processes: as over flat servers, through losses of anybody."""
 
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -354,3 +356,54 @@ def test_a_run_over_processes_resumes_to_the_bits_of_one_that_went_on(tmp_path: 
     in_processes("tree:2,servers=2", "hardsync", run_dir=tmp_path, checkpoint_every=5)
     resumed = in_processes("tree:2,servers=2", "hardsync", resume=tmp_path, epochs=3)
     assert difference(resumed, in_processes("tree:2,servers=2", "hardsync", epochs=3)) == 0.0
+
+
+def steps_of_own_data(session: sl.Session, begun: Path, places: tuple[int, ...]) -> None:
+    """Start in the order of the ranks' places, each when the one before is about to publish. A loader would begin for all together."""
+    while len(list(begun.iterdir())) < places[session.rank]:
+        time.sleep(0.002)
+    model = make_model()
+    optimizer = session.optimizer(model, sgd)
+    generator = torch.Generator().manual_seed(session.rank)
+    for _ in range(6):
+        x = torch.randn(5 + session.rank, 4, generator=generator)
+        optimizer.zero_grad()
+        loss(model(x), x.sum(1)).backward()
+        (begun / str(session.rank)).touch()
+        optimizer.step()
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)])  # rank 0 initialises the table
+@pytest.mark.parametrize("sync", ["hardsync", "delayed:1"])
+def test_lockstep_repeats_its_bits_in_whatever_order_learners_start(
+    sync: str, places: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The first iteration's sums are those of whole leaves, too, as in the simulator."""
+    options: dict = {"learners": 4, "sync": sync, "topology": "tree:2,servers=2", "threads": 1}
+    found = sl.launch(steps_of_own_data, tmp_path, places, **options).state_dict()
+    twin = sl.launch(steps_of_own_data, tmp_path, (0, 0, 0, 0), engine="sim", **options).state_dict()
+    assert all(torch.equal(found[name], twin[name]) for name in twin)
+
+
+@pytest.mark.parametrize("topology", ["tree:2,servers=1", "tree:4,servers=1"])
+def test_a_learner_that_dies_before_it_starts_is_not_waited_for(topology: str, tmp_path: Path) -> None:
+    """Its leaf forms sums without it, and the others' first update is made."""
+
+    def steps(session: sl.Session) -> None:
+        if session.rank == 1:
+            while len(list(tmp_path.iterdir())) < 3:
+                time.sleep(0.002)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (tmp_path / str(session.rank)).touch()
+        model = make_model()
+        optimizer = session.optimizer(model, sgd)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    result = sl.launch(steps, learners=4, topology=topology, threads=1, on_error="continue", wait=False).wait(
+        PATIENCE
+    )
+    assert (result.version, result.gradients) == (3, 9)

@@ -54,7 +54,7 @@ class Weight(nn.Module):
 class Loop:
     """Step through some epochs of batches of four, as every learner.
 
-    `uneven`: odd ranks step once for two batches. `leaves`: the last rank returns after so many steps.
+    `uneven`: odd ranks step once for two batches, and for an unpaired batch after the loop. `leaves`: the last rank returns after so many steps.
     """
 
     size: int = 30
@@ -75,7 +75,8 @@ class Loop:
                 optimizer.step()
                 if last and len(made) == self.leaves:
                     return made
-        session.mean(0.0)  # wait until all learners have published: the number of learners is known
+        if self.leaves is None:
+            session.mean(0.0)  # the number of learners is known until all gradients are published
         return made
 
     def _batches(
@@ -117,18 +118,20 @@ def check(
     loop = loop or Loop()
     result, clocks = run(dial, topology, engine, loop, learners=learners, **options)
     made, course = [list(each) for each in result.returned], Course.of(dial)
-    if (
-        loop.leaves is not None or course.first.local
-    ):  # pushes are sums of steps: what is known is what all of them add up to
-        expected = -sum(each.gradient for each in chain(*made))
+    steps = list(chain(*made))
+    assert result.updates == result.version <= result.gradients
+    if course.first.late != "drop":
+        assert result.statistics.tables[0].examples == sum(each.examples for each in steps)
+    if loop.leaves is not None or course.first.local:
+        # Pushes are sums of steps, and nobody knows when a learner has left: but all gradients add up, each at the full rate.
+        expected = -sum(each.gradient for each in steps)
     elif clocks:
-        expected = reference(
-            made, clocks, [each.version for each in result.history], course, loop, tree="tree" in topology
-        )
+        epochs = [each.version for each in result.history]
+        expected = reference(made, clocks, epochs, course, loop, tree="tree" in topology)
     else:
-        steps = [[each[step] for each in made if step < len(each)] for step in range(max(map(len, made)))]
+        rounds = [[each[step] for each in made if step < len(each)] for step in range(max(map(len, made)))]
         sequential = Sequential(loop.factory)
-        expected = [sequential.step(by_examples(each), 1.0) for each in steps][-1]
+        expected = [sequential.step(by_examples(each), 1.0) for each in rounds][-1]
     found = result.state_dict()["weight"].item()
     assert abs(found - expected) <= TOLERANCE * expected, f"the weight is {found}, expected is {expected}"
     return result

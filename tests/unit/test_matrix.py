@@ -1,8 +1,9 @@
-"""The matrix of docs/exact/matrix.md against the code: each combination works or is refused as it says."""
+"""The matrix of docs/exact/matrix.md against the code: each combination makes the weights it must or is refused as it says."""
 
 import json
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import syncline as sl
 from syncline.dial import SANDBLASTER, Course
 from syncline.errors import NotYetError
 from syncline.testing import Nodes
+from tests.integration.value_runs import Weight, check
 from tests.ready_python import run_ready
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exact" / "matrix.md"
@@ -42,36 +44,31 @@ def cells() -> list[tuple[str, str, str, str]]:
     return found
 
 
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output.squeeze(1) - target).square().mean()
+def run(dial: str, topology: str, engine: str) -> None:
+    """Every cell that works makes the weight it must: `check` compares it with a sequential reference."""
+    chosen = Nodes(2, 1) if engine == "ray" else engine  # with Ray itself: tests/integration/test_ray.py
+    if dial != SANDBLASTER:
+        check(dial, topology, chosen)
+        return
+    x = (torch.arange(30) % 7 + 1.0) / 8
+    method, options = sl.GradientDescent(lr=0.5, momentum=0.0), {"learners": 2, "batch_size": 4, "steps": 2}
+    result = sl.train(
+        Weight,
+        TensorDataset(x),
+        objective=slope,
+        optimizer=method,
+        sync=dial,
+        topology=topology,
+        engine=chosen,
+        **options,
+    )
+    assert result.version == 2 and result.statistics.tables[0].examples == 3 * len(x)  # evaluations
+    assert result.state_dict()["weight"].item() == pytest.approx(2 * 0.5 * x.mean().item())
 
 
-def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01)
-
-
-def run(dial: str, topology: str, engine: str, **more: Any) -> sl.Result:
-    data = TensorDataset(torch.ones(8, 2), torch.ones(8))
-    chosen = (
-        Nodes(2, more.get("group", 1)) if engine == "ray" else engine
-    )  # with Ray itself: tests/integration/test_ray.py
-    options = {"topology": topology, "engine": chosen, "learners": 2, "batch_size": 2, **more}
-    if dial == SANDBLASTER:
-        method = sl.GradientDescent(lr=0.01)
-        return sl.train(nn.Linear(2, 1), data, loss=loss, optimizer=method, sync=dial, steps=2, **options)
-    options["epochs"] = 2
-    return sl.train(nn.Sequential(nn.Linear(2, 1)), data, loss=loss, optimizer=sgd, sync=dial, **options)
-
-
-def check(result: sl.Result, course: Course) -> None:
-    """Two epochs of four batches: each is in one gradient, which is folded or, where the dial says so, dropped."""
-    if course.first.local:
-        assert result.gradients <= 8 and result.dropped == 0
-    else:
-        assert result.gradients + result.dropped == 8
-    assert result.dropped == 0 or course.first.late == "drop"
-    assert result.statistics.tables[0].examples + 2 * result.dropped == 16
-    assert result.updates == result.version <= result.gradients
+def slope(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0])
+    return loss
 
 
 def test_the_page_covers_all_presets() -> None:
@@ -80,11 +77,8 @@ def test_the_page_covers_all_presets() -> None:
 
 @pytest.mark.parametrize("dial, topology, engine, says", [each for each in cells() if each[2] != "torchrun"])
 def test_combination(dial: str, topology: str, engine: str, says: str) -> None:
-    if says == "works" and dial == SANDBLASTER:
-        result = run(dial, topology, engine)
-        assert result.version == 2 and result.statistics.tables[0].examples == 3 * 8  # evaluations
-    elif says == "works":
-        check(run(dial, topology, engine), Course.of(dial))
+    if says == "works":
+        run(dial, topology, engine)
     elif says == "later":
         with pytest.raises(NotYetError, match="not built yet"):
             run(dial, topology, engine)
@@ -92,6 +86,41 @@ def test_combination(dial: str, topology: str, engine: str, says: str) -> None:
         assert says == "refused"
         with pytest.raises(sl.UsageError):
             run(dial, topology, engine)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.squeeze(1) - target).square().mean()
+
+
+def run_groups(dial: str, topology: str, engine: str) -> sl.Result:
+    """Train two groups of two seats for two epochs of four batches."""
+    method: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.01), "epochs": 2}
+    if dial == SANDBLASTER:
+        method = {"optimizer": sl.GradientDescent(lr=0.01), "steps": 2}
+    return sl.train(
+        nn.Sequential(nn.Linear(2, 1)),
+        TensorDataset(torch.ones(8, 2), torch.ones(8)),
+        loss=loss,
+        sync=dial,
+        topology=topology,
+        engine=Nodes(2, 2) if engine == "ray" else engine,
+        learners=2,
+        batch_size=2,
+        group=2,
+        plan="data",
+        **method,
+    )
+
+
+def check_counts(result: sl.Result, course: Course) -> None:
+    """Each batch is in one gradient, which is folded or, where the dial says so, dropped."""
+    if course.first.local:
+        assert result.gradients <= 8 and result.dropped == 0
+    else:
+        assert result.gradients + result.dropped == 8
+    assert result.dropped == 0 or course.first.late == "drop"
+    assert result.statistics.tables[0].examples + 2 * result.dropped == 16
+    assert result.updates == result.version <= result.gradients
 
 
 def with_groups(dial: str, topology: str, engine: str, says: str) -> str:
@@ -108,29 +137,24 @@ GROUPED = [(*each, with_groups(*each)) for each in cells() if each[2] != "torchr
 @pytest.mark.parametrize("dial, topology, engine, without, says", GROUPED)
 def test_combination_with_groups(dial: str, topology: str, engine: str, without: str, says: str) -> None:
     if says == "works":
-        check(run(dial, topology, engine, group=2, plan="data"), Course.of(dial))
+        check_counts(run_groups(dial, topology, engine), Course.of(dial))
         return
     with pytest.raises(sl.UsageError) as refused:
-        run(dial, topology, engine, group=2, plan="data")
+        run_groups(dial, topology, engine)
     assert isinstance(refused.value, NotYetError) == (says == "later")
 
 
 UNDER_TORCHRUN = """
 import json, sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 import syncline as sl
+from tests.integration.value_runs import check
 
-data = TensorDataset(torch.ones(8, 2), torch.ones(8))
 said = {}
 for dial in json.loads(sys.argv[1]):
     for topology in ("allreduce", "servers"):
         try:
-            result = sl.train(nn.Linear(2, 1), data, loss=lambda x, y: (x.squeeze(1) - y).square().mean(),
-                              optimizer=lambda params: torch.optim.SGD(params, lr=0.01), sync=dial, topology=topology,
-                              batch_size=2, epochs=2)
-            said[dial + topology] = "works" if (result.gradients, result.version) == (8, 8) else repr(result)
+            check(dial, topology, "local", learners=1)
+            said[dial + topology] = "works"
         except sl.UsageError as error:
             said[dial + topology] = "later" if "not built yet" in str(error) else "refused"
 print(json.dumps(said))
