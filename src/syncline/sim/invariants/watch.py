@@ -207,7 +207,10 @@ class Watch:
         gradients = table.fold(fold)
         role = self._world.servers[0].role
         self._values[number].folded(
-            fold, lambda: role.replay.options(number, *role.leader.named(number, fold.leader))
+            fold,
+            lambda: role.replay.options(
+                number, fold.leader.iteration, *role.leader.named(number, fold.leader)
+            ),
         )
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._settled(gradient, f"in version {fold.version}")
