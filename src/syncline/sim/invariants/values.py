@@ -19,7 +19,7 @@ from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate, Options
 from syncline.table.shard import Shard
 
-KEPT = 64  # versions
+KEPT = 64  # versions, at least
 TOLERANCE = 1e-4
 
 Key = tuple[int, int]
@@ -29,13 +29,21 @@ class Values:
     """Gradients, weights and logs of one table."""
 
     def __init__(
-        self, layout: Layout, template: OptimizerTemplate, weights: Sequence[Tensor], version: int, clip: bool
+        self,
+        layout: Layout,
+        template: OptimizerTemplate,
+        weights: Sequence[Tensor],
+        version: int,
+        clip: bool,
+        readable: int = 0,
     ) -> None:
+        """Follow a table from this version on; shards keep that many versions `readable`."""
         self.layout = layout
         one = template.kind is torch.optim.SGD and len(template.options) == 1
         more = ("momentum", "weight_decay", "nesterov", "maximize")  # a plain step is lr times the mean
         self.plain = one and not clip and not any(template.options[0].get(name) for name in more)
-        self._newest = self.version = version
+        self._newest = self._oldest = self.version = version
+        self._kept = max(KEPT, readable)
         self._weights = {version: [segment.clone() for segment in weights]}
         self._made = {version: set(range(layout.shards))}  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
@@ -75,8 +83,9 @@ class Values:
             self.forget(ticket.learner, ticket.number)
         self._newest = fold.version
         self._weights[fold.version], self._made[fold.version] = after, set()
-        self._weights.pop(fold.version - KEPT, None)
-        self._made.pop(fold.version - KEPT, None)
+        while self._oldest <= fold.version - self._kept and self._made_by_all(self._oldest):
+            del self._weights[self._oldest], self._made[self._oldest]
+            self._oldest += 1
 
     # -- shards ------------------------------------------------------------------------------------------
 
@@ -107,8 +116,11 @@ class Values:
                 )
             mine.copy_(theirs)
         self._made[version].add(index)
-        if len(self._made[version]) == self.layout.shards:
+        if self._made_by_all(version):
             self._put = False
+
+    def _made_by_all(self, version: int) -> bool:
+        return len(self._made[version]) == self.layout.shards
 
     def read(self, learner: int, version: int, weights: Sequence[Tensor]) -> None:
         """What a learner takes over must be this version, whole."""

@@ -154,7 +154,12 @@ class Watch:
             for entry, view in enumerate(make.layout.parameters.views(first)):
                 view.copy_(content.values[entry])
         self._values[make.table] = Values(
-            make.layout, template, first, make.account.version, make.clip_norm is not None
+            make.layout,
+            template,
+            first,
+            make.account.version,
+            make.clip_norm is not None,
+            self._world.spec.plan.kept,
         )
         self._cut_short |= make.limit is not None
 
