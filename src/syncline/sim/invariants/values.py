@@ -7,7 +7,7 @@ of them. Folds are recomputed for plain SGD; under other optimizers the shards' 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,12 +68,12 @@ class Values:
     def forget(self, learner: int, number: int) -> None:
         self._gradients.pop((learner, number), None)
 
-    def folded(self, fold: Fold, options: Callable[[], Options]) -> None:
-        """What the next version must be."""
+    def folded(self, fold: Fold, options: Options) -> None:
+        """Compute what the next version must be; the account of the table has checked the fold's factor and weights."""
         before = self._weights[self._newest]
         after = [segment.clone() for segment in before]
         if self.plain and not self._put:
-            rate = float(options()[0]["lr"]) * fold.factor
+            rate = float(options[0]["lr"]) * fold.factor
             total = sum(ticket.count for ticket in fold.tickets)
             for ticket in fold.tickets:
                 share = rate * ticket.count * ticket.weight / total

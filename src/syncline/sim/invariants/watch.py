@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from syncline.ports import ServerPort
 from syncline.protocols.epoch_positions import End, EpochDone, Grant
 from syncline.protocols.meetings import Met, Uncross
 from syncline.protocols.sequence import Change, Drop, Fold, Take
+from syncline.protocols.staleness import Staleness
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
 from syncline.sim.invariants.loader_accounts import Broken, FeedAccount, StreamAccount
@@ -87,9 +88,9 @@ class Watch:
             used.append((made.loader, made.upto))
         usage = [(loader, span) for loader, upto in used for span in self._feeds[loader].used(learner, upto)]
         table, lane = self._tables[made.table], self._world.lanes[made.table, learner]
-        table.published(learner, made.number, Gradient(made.stamp, made.step, usage))
-        table.bounded(len(lane.slots), promised=self._world.workshop is not None)
         slot = lane.slots[lane.numbers.index(made.number)]
+        table.published(learner, made.number, Gradient(made.stamp, made.step, usage, slot.read_options()))
+        table.bounded(len(lane.slots), promised=self._world.workshop is not None)
         present = [True] * len(slot.gradients) if made.full else [bool(has) for has in slot.mask.tolist()]
         self._values[made.table].published(learner, made.number, slot.gradients, present)
 
@@ -210,13 +211,7 @@ class Watch:
 
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)
-        role = self._world.servers[0].role
-        self._values[number].folded(
-            fold,
-            lambda: role.replay.options(
-                number, fold.leader.iteration, *role.leader.named(number, fold.leader)
-            ),
-        )
+        self._values[number].folded(fold, gradients[fold.tickets.index(fold.leader)].options)
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._settled(gradient, f"in version {fold.version}")
             counted = [span for each, span in gradient.usage if isinstance(self._feeds[each], FeedAccount)]
@@ -299,8 +294,16 @@ class Watch:
                         f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
                         f"counted were {mine}"
                     )
-                if said.staleness.gradients != table.folded:
-                    raise Broken(f"staleness of {said.staleness.gradients} of {table.folded} gradients")
+                self._check_staleness(number, said.staleness, table.staleness)
+
+    def _check_staleness(self, number: int, said: Staleness, counted: Counter[int]) -> None:
+        count, total = counted.total(), sum(sigma * times for sigma, times in counted.items())
+        mine = (count, total / count if count else 0.0, max(counted, default=0), dict(counted))
+        theirs = (said.gradients, said.mean, said.max, said.histogram)
+        if mine != theirs:
+            raise Broken(
+                f"table {number}: the run says of staleness gradients, mean, max, histogram {theirs}, counted were {mine}"
+            )
 
 
 class WatchedRole(ServerRole):

@@ -51,7 +51,7 @@ def folded(values: Values, *tickets: Ticket, factor: float = 1.0, version: int =
     for each in tickets:
         gradients = LAYOUT.parameters.views(memory(each.learner + 1.0))
         values.published(each.learner, 1, gradients, [True] * len(gradients))
-    values.folded(Fold(version, tickets, tickets[0], factor), lambda: [{"lr": RATE}])
+    values.folded(Fold(version, tickets, tickets[0], factor), [{"lr": RATE}])
     return values
 
 
@@ -78,7 +78,7 @@ def test_parameters_without_a_gradient_stay() -> None:
     values = account()
     gradients = LAYOUT.parameters.views(memory(1.0))
     values.published(0, 1, gradients, [False] * len(gradients))
-    values.folded(Fold(1, (ticket(0),), ticket(0), 1.0), lambda: [{"lr": RATE}])
+    values.folded(Fold(1, (ticket(0),), ticket(0), 1.0), [{"lr": RATE}])
     values.carried_out(0, entry(), shard(0, 1.0))
 
 
