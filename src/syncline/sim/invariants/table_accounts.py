@@ -40,7 +40,9 @@ class Member:
 
     last: int  # the version it read last
     clock: int = 0
-    rested: bool = False  # since the dial began
+    passed_over: bool = (
+        False  # since the dial began: an update did not wait for it, and its clock may be another
+    )
     aware: bool = True  # it has read since then: before, it may not know
     resting: int | None = None  # with this ticket
     took: Key = (-1, -1)  # number and iteration of its last gradient that was taken
@@ -88,19 +90,22 @@ class TableAccount:
 
     def rests(self, learner: int, number: int) -> None:
         if learner in self.members:
-            member = self.members[learner]
-            member.resting, member.rested, member.blocked = number, True, None
+            self.members[learner].resting, self.members[learner].blocked = number, None
 
-    def roused(self, learner: int) -> None:
-        if learner in self.members:
-            member = self.members[learner]
-            member.resting, member.rested = None, True
+    def roused(self, *learners: int) -> None:
+        """They count again, the slowest first, each from where the slowest of the others is (M8)."""
+        resting = [
+            member for member in map(self.members.get, learners) if member and member.resting is not None
+        ]
+        for member in sorted(resting, key=lambda member: member.clock):
+            slowest = min((self.members[each].clock for each in self.active()), default=0)
+            member.clock, member.resting = max(member.clock, slowest), None
 
     def uncross(self) -> None:
         """Who steps another table is not waited for this once, and counts from where the others are."""
         self._uncrossing = True
         for member in self.members.values():
-            member.rested, member.blocked = True, None
+            member.passed_over, member.blocked = True, None
 
     def active(self) -> set[int]:
         return {learner for learner, member in self.members.items() if member.resting is None}
@@ -123,14 +128,14 @@ class TableAccount:
         if ticket.learner not in self.members:
             raise Broken(f"a gradient of learner {ticket.learner} is taken, but it has left or never joined")
         member = self.members[ticket.learner]
+        if member.resting is not None and member.resting < ticket.number:
+            self.roused(ticket.learner)
         member.clock += 1
         self._check_ticket(member, ticket)
         member.took = (ticket.number, ticket.iteration)
         if not ticket.silent and member.resting is None:
             needed = self.sync.needed(self.version, self.base, ticket.iteration)
             member.blocked = (ticket.number, needed)
-        if member.resting is not None and member.resting < ticket.number:
-            member.resting = None
         if self.sync.late == "drop" and ticket.stamp < self.version:
             raise Broken(
                 f"a gradient of version {ticket.stamp} is taken at version {self.version}: it is late"
@@ -272,7 +277,7 @@ class TableAccount:
             )
         self.sync, self.base = DialRules(sync), self.version
         for member in self.members.values():
-            member.clock, member.rested, member.aware = 0, False, False
+            member.clock, member.passed_over, member.aware = 0, False, False
             member.iteration = self.version
             if member.blocked is not None:
                 member.blocked = (member.blocked[0], self.version)
@@ -323,13 +328,12 @@ class TableAccount:
 
     def _enters(self, release: Release) -> None:
         clocks = [self.members[learner].clock for learner in self.active()]
-        later = release.learner not in self.expected
         if self.version < self.warm and self.members:
             raise Broken(
                 f"learner {release.learner} begins at version {self.version}, the warm start goes to {self.warm}"
             )
         self.expected.discard(release.learner)
-        self.members[release.learner] = Member(release.version, min(clocks, default=0), rested=later)
+        self.members[release.learner] = Member(release.version, min(clocks, default=0))
 
     def _check_delay(self, release: Release, member: Member) -> None:
         number, iteration = member.took
@@ -341,11 +345,10 @@ class TableAccount:
             )
 
     def _check_slack(self, release: Release, member: Member) -> None:
-        """By the account's own clocks; who has rested since the dial began counts from where the others were."""
-        if self.sync.slack is None or member.rested or release.same:
+        """By the account's own clocks, where they are known."""
+        if self.sync.slack is None or member.passed_over or release.same:
             return
-        active = self.active()
-        others = [each.clock for who, each in self.members.items() if who in active and not each.rested]
+        others = [self.members[each].clock for each in self.active() if not self.members[each].passed_over]
         if others and member.clock > min(others) + self.sync.slack:
             raise Broken(
                 f"learner {release.learner} starts step {member.clock} under {self.sync}, the slowest has made {min(others)}"
@@ -378,8 +381,8 @@ class TableAccount:
             if member.blocked is None or member.blocked[1] > self.version:
                 continue
             if self.sync.slack is not None:
-                if any(each.rested for each in self.members.values()):
-                    continue  # its clock may be another
+                if any(each.passed_over for each in self.members.values()):
+                    continue
                 if member.clock > min(clocks, default=0) + self.sync.slack:
                     continue
             raise Broken(

@@ -189,7 +189,7 @@ class Watch:
             elif isinstance(decision, Met):  # who was in a meeting is there again
                 for learner in decision.learners:
                     self._resting.pop(learner, None)
-                    self._roused(learner)
+                self._roused(*decision.learners)
             elif isinstance(decision, Uncross):
                 self._touched.add(decision.table)
                 self._tables[decision.table].uncross()
@@ -233,10 +233,10 @@ class Watch:
             del self._resting[decision.learner]
             self._roused(decision.learner)
 
-    def _roused(self, learner: int) -> None:
+    def _roused(self, *learners: int) -> None:
         self._touched.update(self._tables)
         for table in self._tables.values():
-            table.roused(learner)
+            table.roused(*learners)
 
     def carried_out(self, shard: int, entry: Entry) -> None:
         if not isinstance(entry, Leave):
