@@ -212,7 +212,7 @@ def test_a_callback_stops_early(sync: str) -> None:
 
 
 def far_ahead(session: sl.Session, folder: Path, steps: int, ahead: int) -> float:
-    """Learner 1 makes its first step when the test says so; learner 0 reports that it is that far ahead."""
+    """Step; learner 0 reports that it is that far ahead, learner 1 begins when the test creates `go`."""
     model = nn.Linear(1, 1, bias=False)
     first = float(model.weight.detach())
     optimizer = session.optimizer(model, partial(SGD, lr=0.5))

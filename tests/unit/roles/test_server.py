@@ -125,7 +125,7 @@ def test_options_are_kept_until_the_fold_that_may_need_them(one: Server) -> None
             one.applier.options(0, number - 1, 0, number)
 
 
-def test_different_options_in_lockstep_are_told_once_by_the_leading_shard(
+def test_the_leading_shard_warns_once_of_different_options_in_lockstep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for index in (0, 1):

@@ -31,7 +31,7 @@ LOSS, WAITS, CALLS, HISTOGRAM = range(4, 8)
 
 
 def board_bytes(most: int) -> int:
-    """Return the size of a board whose histogram has a word for every staleness up to `most`."""
+    """Return the bytes of a board with a word for every staleness up to `most`."""
     return 8 * (HISTOGRAM + most + 1)
 
 

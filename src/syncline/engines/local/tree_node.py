@@ -161,7 +161,7 @@ class LearnerBelow:
         self.lanes: dict[int, Lane] = {}
         self._next: dict[int, int] = {}  # by table: the record of the outbox to read
 
-    def add_lane(self, table: int, lane: Lane) -> None:
+    def add(self, table: int, lane: Lane) -> None:
         """Begin with the oldest record that an earlier leaf may not have passed on: there is one for each slot."""
         self.lanes[table], self._next[table] = lane, max(0, lane.outbox.written - len(lane.slots))
 
@@ -195,7 +195,7 @@ class NodeBelow:
         self._end = NodeEnd(own.over, own.back, way)
         self.lanes: dict[int, Lane] = {}
 
-    def add_lane(self, table: int, lane: Lane) -> None:
+    def add(self, table: int, lane: Lane) -> None:
         self.lanes[table] = lane
 
     def pop(self) -> Brought | None:
@@ -390,7 +390,7 @@ class LocalNode:
     def add_child(
         self, child: int, desk: Region | None, bell: WakeUp, rank: int | None, way: int = 0
     ) -> None:
-        """Serve a further child: a learner of that rank, whose outboxes come with its lanes, or a node with its desk.
+        """Serve a further child: a learner of that rank, with an outbox in each lane, or a node with a desk.
 
         `way` counts a node's parents so far: what it sent to another is void.
         """
@@ -409,7 +409,7 @@ class LocalNode:
         found = Lane(lane, layout, slots=slots)
         lane.close()
         if child in self._children:
-            self._children[child].add_lane(table, found)
+            self._children[child].add(table, found)
 
     def add_table(self, table: int, layout: Layout, lane: Region, lockstep: bool) -> None:
         """Where its own sums of it lie."""

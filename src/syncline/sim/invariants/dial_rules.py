@@ -46,7 +46,7 @@ class DialRules:
         return 1 / sigma if self.weighs and sigma > 1 else 1.0
 
     def needed(self, version: int, base: int, iteration: int) -> int:
-        """Return the version that a learner waits for, whose gradient was taken at this one; `base`: where the dial began."""
+        """Return the version that a learner waits for after its gradient was taken; the dial began at version `base`."""
         if self.lockstep:
             return max(base, iteration + 1 - self.delay)
         return version + 1 if self.lead == 0 else 0

@@ -93,7 +93,7 @@ class TableAccount:
             self.members[learner].resting, self.members[learner].blocked = number, None
 
     def roused(self, *learners: int) -> None:
-        """They count again, the slowest first, each from where the slowest of the others is (M8)."""
+        """Count learners again, the slowest first, each from the clock of the slowest of the others (M8)."""
         resting = [
             member for member in map(self.members.get, learners) if member and member.resting is not None
         ]
@@ -143,7 +143,7 @@ class TableAccount:
         self.pending.append((ticket.learner, ticket.number))
 
     def _check_ticket(self, member: Member, ticket: Ticket) -> None:
-        """In lockstep the next iteration of its learner; damped as the dial says."""
+        """Compare iteration and damping with what the dial prescribes."""
         if self.sync.lockstep:
             iteration = max(member.iteration, self.version)
             member.iteration = iteration + 1
@@ -345,7 +345,7 @@ class TableAccount:
             )
 
     def _check_slack(self, release: Release, member: Member) -> None:
-        """By the account's own clocks, where they are known."""
+        """Compare the clocks that were counted here, where they are certain."""
         if self.sync.slack is None or member.passed_over or release.same:
             return
         others = [self.members[each].clock for each in self.active() if not self.members[each].passed_over]
@@ -373,7 +373,7 @@ class TableAccount:
         self._check_blocked()
 
     def _check_blocked(self) -> None:
-        """A learner that may go on does: its version is there, and it is not too far ahead."""
+        """Refuse a learner that waits although its version exists and it is not too far ahead."""
         if self.finishing:
             return
         clocks = [self.members[learner].clock for learner in self.active()]

@@ -166,7 +166,7 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
 
 
 def _long(case: Case, draw: random.Random) -> Case:
-    """Many updates, of learners of which one is a hundred times slower, and few faults."""
+    """Make a case of many updates and few faults, in which one learner is a hundred times slower."""
     case = replace(
         case,
         sync=FAR.get(case.sync, case.sync),

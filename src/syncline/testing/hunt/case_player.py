@@ -271,7 +271,7 @@ OWN_LOOPS: dict[str, Callable[[Session, Case], None]] = {"own": _own, "odd": _od
 
 @torch.no_grad()
 def _gradient(model: Tiny, batch: Tensor) -> None:
-    """Of these examples, and of the weights it is computed on; so little of these that hundreds of stale steps stay finite."""
+    """Set a gradient that depends on the examples, and so little on the weights that hundreds of stale steps stay finite."""
     where = (batch * 13) % WIDTH
     model.a.grad = torch.zeros(WIDTH).index_add_(0, where, torch.ones(len(batch))) + 0.01 * model.a
     model.b.grad = torch.full((2, 3), float(batch.sum() % 7)) + 0.01 * model.b

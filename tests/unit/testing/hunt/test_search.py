@@ -1,4 +1,4 @@
-"""The fault hunt: it finds nothing in the protocols as they are, and everything that is planted in them."""
+"""Test that the fault hunt finds nothing in the protocols, and every bug that is planted in them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def quorums_off_by(difference: int) -> Callable[[Patch], None]:
 
 
 def held_back_a_step(patch: Patch) -> None:
-    """ssp lets learners run s − 1 ahead only."""
+    """Let learners run s − 1 ahead only under ssp."""
     opened = Gate.open
 
     def open_(self: Gate, version: int) -> list[Release]:
@@ -152,7 +152,7 @@ def dropped_counts_as_folded(patch: Patch) -> None:
 
 
 def staleness_of_the_oldest(patch: Patch) -> None:
-    """All gradients of an update count with the staleness of its oldest."""
+    """Count all gradients of an update with the staleness of its oldest."""
     fold = StalenessClock.fold
 
     def oldest(self: StalenessClock, version_before: int, stamps: Any) -> float:
@@ -163,12 +163,12 @@ def staleness_of_the_oldest(patch: Patch) -> None:
 
 
 def options_of_the_lowest_rank(patch: Patch) -> None:
-    """An update does not go by the learner furthest along."""
+    """Take an update's options from the lowest rank, not from the learner furthest along."""
     patch.setattr(sequence, "leader", lambda tickets: min(tickets, key=lambda ticket: ticket.rank))
 
 
 def gradients_in_flight_are_forgotten(patch: Patch) -> None:
-    """A shard remembers the last 64 gradients of a learner."""
+    """Keep the options of the last 64 gradients of a learner only."""
     take = LogApplier._take
 
     def forgets(self: LogApplier, entry: Any) -> None:
@@ -391,7 +391,7 @@ def test_a_planted_bug_is_found_and_shortened(
 
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_a_wrong_quorum_breaks_an_invariant(difference: int, monkeypatch: Patch) -> None:
-    """The account counts quorums by itself: it must not ask the dial, which is under test."""
+    """Plant an error in the dial, which the account must not ask."""
     case = Case(sync="softsync:2,rate=given", learners=4, examples=40)
     assert play(case) is None
     quorums_off_by(difference)(monkeypatch)
