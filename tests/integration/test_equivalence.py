@@ -258,10 +258,38 @@ def fused(make: Make) -> nn.Module:
     return fit(model, make(model, partial(SGD, lr=0.1, momentum=0.9, fused=True)))
 
 
+def tensor_options(
+    make: Make, *, kind: type[Optimizer], dtype: torch.dtype, options: dict[str, float]
+) -> nn.Module:
+    """Step with options that are tensors, which a scheduler changes in place; they keep their type."""
+    model = nn.Sequential(nn.Linear(20, 33, bias=False), nn.ReLU(), nn.Linear(33, 5, bias=False))
+    tensors: dict[str, Any] = {key: torch.tensor(value, dtype=dtype) for key, value in options.items()}
+    opt = make(model, partial(kind, **tensors))
+    fit(model, opt, each=lr_scheduler.ExponentialLR(opt, gamma=0.9).step)
+    (group,) = opt.state_dict()["param_groups"]
+    for key in tensors:
+        assert isinstance(group[key], Tensor) and group[key].dtype == dtype
+    return model
+
+
+TENSOR_OPTIONS = [
+    partial(tensor_options, kind=kind, dtype=dtype, options={"lr": 0.01, **more})
+    for kind, more in [
+        (torch.optim.Muon, {"weight_decay": 0.1}),
+        (SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (Adam, {"weight_decay": 0.01}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Adafactor, {}),
+    ]
+    for dtype in (torch.float32, torch.float64)
+]
+
+
 CASES = [
     *(sgd_momentum, adam, adamw, adagrad, clipping_in_the_loop, accumulation, groups, schedulers),
     *(schedulers_chained, partly, partly_momentum, frozen_left_out, mixed_dtypes, mixed_dtypes_adam),
-    *(closures, edited_gradients, random_numbers, fused),
+    *(closures, edited_gradients, random_numbers, fused, *TENSOR_OPTIONS),
 ]
 
 

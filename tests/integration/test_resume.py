@@ -80,9 +80,17 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").iterdir())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(SGD, lr=0.1, momentum=0.9),
+        partial(Adam, lr=0.01),
+        partial(torch.optim.Adamax, lr=torch.tensor(0.01)),
+    ],
+    ids=["SGD", "Adam", "Adamax of a tensor"],
+)
 def test_from_any_checkpoint_to_the_same_bits(engine: str, optimizer: Any, tmp_path: Path) -> None:
     whole = train(engine=engine, optimizer=optimizer)
     stopped = train(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -207,3 +209,35 @@ def test_a_callback_stops_early(sync: str) -> None:
     assert 2 <= len(seen) < 10_000
     assert not result.interrupted
     check_accounts(result)
+
+
+def far_ahead(session: sl.Session, folder: Path, steps: int, ahead: int) -> float:
+    """Step; learner 0 reports that it is that far ahead, learner 1 begins when the test creates `go`."""
+    model = nn.Linear(1, 1, bias=False)
+    first = float(model.weight.detach())
+    optimizer = session.optimizer(model, partial(SGD, lr=0.5))
+    for step in range(steps):
+        if session.rank == 0 and step == ahead:
+            (folder / "ahead").touch()
+        while session.rank == 1 and not (folder / "go").exists():
+            time.sleep(0.005)
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+    return first
+
+
+@pytest.mark.parametrize("topology", ["servers:1", "servers:2"])
+def test_a_learner_may_be_hundreds_of_gradients_ahead(topology: str, tmp_path: Path) -> None:
+    """M2: `delayed:k` allows it, for every k."""
+    delay, steps, ahead = 300, 310, 290
+    options: dict[str, Any] = {"learners": 2, "threads": 1, "topology": topology, "wait": False}
+    run = sl.launch(far_ahead, tmp_path, steps, ahead, sync=f"delayed:{delay}", **options)
+    began = time.monotonic()
+    while not (tmp_path / "ahead").exists() and time.monotonic() - began < small_runs.PATIENCE:
+        time.sleep(0.005)
+    (tmp_path / "go").touch()
+    result = run.wait(small_runs.PATIENCE)
+    assert (result.version, result.gradients) == (steps, 2 * steps)
+    assert result.staleness.histogram == Counter(min(step, delay) for step in range(steps) for _ in range(2))
+    (weight,) = result.state_dict().values()
+    assert float(weight) == pytest.approx(result.returned[0] - 0.5 * steps)

@@ -90,14 +90,14 @@ def _plain(value: Any) -> Any:
 
 
 def as_in(group: Group, options: Group) -> Group:
-    """Options after a trip through JSON, of the kinds that the group has."""
+    """Return options, which may come from JSON, as the kinds that the group has, and where it has its tensors."""
     found = {}
     for key, value in options.items():
         mine = group.get(key)
         if isinstance(mine, tuple) and isinstance(value, list):
             value = tuple(value)
-        elif isinstance(mine, Tensor) and not isinstance(value, Tensor):
-            value = torch.full_like(mine, value)
+        elif isinstance(mine, Tensor):
+            value = value.to(mine.device) if isinstance(value, Tensor) else torch.full_like(mine, value)
         found[key] = value
     return found
 
@@ -137,7 +137,7 @@ class GroupChanges:
         """For a step: what the loop has changed since is as it was, and the rate times the factor."""
         now, swapped = self.now(), []
         for group, option, wished in zip(self._optimizer.param_groups, options or now, now, strict=True):
-            used = {key: value for key, value in option.items() if value != wished.get(key)}
+            used = as_in(group, {key: value for key, value in option.items() if value != wished.get(key)})
             swapped.append((group, {key: group.get(key) for key in used}, used))
             group.update(used)
         for group in rated(self._optimizer, self._inner) if factor != 1.0 else ():

@@ -22,7 +22,7 @@ from syncline.messages import to_leader as say
 from syncline.ports import Computing, Draft, Reading, Reset, RunStopped, TablePort
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Tensors
-from syncline.table.optimizer_template import Options, group_options, merge, split
+from syncline.table.optimizer_template import Options, group_options, merge, own_options, split
 from syncline.topologies import Trees
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class SharedOptimizer(TableOptimizer, Replica):
         groups = zip(self.param_groups, options, self._said(), self._loaded, strict=False)
         for group, option, before, loaded in groups:
             taken = {key: value for key, value in option.items() if key not in ("params", "param_names")}
-            group.update(taken)
+            group.update(own_options(taken, group["params"]))
             loaded.update((key, (value, before.get(key, _UNSAID))) for key, value in taken.items())
         self._session.insist(lambda: self._load(options if whole is None else [], state, whole))
 

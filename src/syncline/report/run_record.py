@@ -26,6 +26,7 @@ QUIET: tuple[str, ...] = ("joined", "left", "replaced", "recovered", "paused", "
 QUIET += ("checkpoint", "missed", "warning")
 SILENCE = 15.0  # seconds without a line after which a run on another machine counts as gone
 GONE = ("lost", "raised", "killed")  # states of learners that are no more
+ENDED = ("returned", *GONE)
 Line = dict[str, Any]
 
 
@@ -64,6 +65,9 @@ class RunRecord:
         elif kind == "event":
             self.events.append(line)
         elif kind == "statistics" and isinstance(line.get("version"), int):
+            if self.samples:  # of a learner that is gone the newest sample says all
+                running = [each for each in learners_of(self.samples[-1]) if each.get("state") not in ENDED]
+                self.samples[-1] = {**self.samples[-1], "learners": running}
             self.samples.append(line)
             self._place(line)
             if len(self.samples) > MOST_SAMPLES:

@@ -55,7 +55,7 @@ class Leader:
         self._course: dict[int, int] = {}  # epoch -> number of the dial that begins with it
         self._passed = 0  # epochs of the first loader, in order: dials begin when all before them are done
         self._late: dict[int, list[m.JoinTable]] = defaultdict(list)  # who waits for the warm start's end
-        self._finished = self._disagree = False
+        self._finished = False
         self._root: TreeRoot | None = None  # over a tree
         # told of every decision before it is carried out
         self.watch: Callable[[int, Any], None] | None = None
@@ -368,10 +368,6 @@ class Leader:
     def _fold(self, table: int, fold: Fold) -> None:
         tickets = fold.tickets
         first = fold.leader
-        if len(tickets) > 1 and self._replay.options_changed and self._root is None:
-            self._replay.options_changed = False
-            if self.sequences[table].sync.lockstep:
-                self._compare_options(table, tickets)
         learner, number = self.named(table, first) if self._root else (first.learner, first.number)
         self._log(log.Fold(table, learner, number, first.iteration, fold.version, fold.factor))
         if self._clocks is not None and table == 0:
@@ -380,21 +376,6 @@ class Leader:
             self._later.append((self._account, table, ticket))
         if self._schedule is not None and table == max(self.sequences):
             self._cut_due = self._schedule.folded(fold.version)
-
-    def _compare_options(self, table: int, tickets: Iterable[Ticket]) -> None:
-        """Learners in lockstep should agree about the options of their groups (M4)."""
-        options = {each.rank: self._replay.options(table, each.learner, each.number) for each in tickets}
-        first = next(iter(options.values()))
-        differ = sorted(rank for rank, option in options.items() if option is not first and option != first)
-        if differ and not self._disagree:
-            self._disagree = True
-            ranks = sorted(options)
-            text = (
-                f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
-                f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
-                "scheduler in every learner."
-            )
-            self._port.tell(m.Warned(text, "options"))
 
     def named(self, table: int, ticket: Ticket) -> tuple[int, int]:
         """A gradient as the shards know it: over a tree it lies in a node's sum."""

@@ -24,7 +24,7 @@ from syncline.table.optimizer_template import Options
 from syncline.table.shard import Shard, total_norm
 from syncline.table.store import fill
 
-OPTIONS_KEPT = 256  # gradients of one learner that may wait for a fold
+FoldKey = tuple[int, int]  # table and iteration
 
 
 class LogApplier:
@@ -35,17 +35,19 @@ class LogApplier:
         self.shards: dict[int, Shard] = {}
         self._makes: dict[int, m.MakeTable] = {}
         self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
-        # by table, learner; then by number of the gradient
-        self._options: dict[tuple[int, int], dict[int, Options]] = defaultdict(dict)
-        # what came last, parsed when it has changed
-        self._said: dict[tuple[int, int], tuple[int, Options]] = {}
+        # The last group options of each learner, parsed when their count changes: by table and learner.
+        self._last_options: dict[tuple[int, int], tuple[int, Options]] = {}
+        # Ranks and options of the gradients that each coming fold includes, by learner and number.
+        self._taken: dict[FoldKey, dict[tuple[int, int], tuple[int, Options]]] = defaultdict(dict)
         self.blobs: dict[tuple[int, int, int], m.LoadState] = {}
         self._queue: deque[log.Entry] = deque()
-        self._lying: dict[int, list[log.Take]] = defaultdict(list)  # taken, and folded where they lie
+        # Of those, the gradients that are folded in their slots: a slot is released with its fold.
+        self._in_slots: dict[FoldKey, list[log.Take]] = defaultdict(list)
         self._norms_of: log.Fold | None = None  # the fold that waits for the other shards' norms
         self.dials: dict[int, Sync] = {}
         self._dial: dict[int, int] = {}  # table -> number of the dial in force
-        self.options_changed = False  # since somebody last looked
+        self._to_compare: set[FoldKey] = set()  # folds with options that a learner has changed
+        self._options_differ = False  # of learners in lockstep: reported once
         self.buffers: Callable[[int], list[Tensor] | None] = lambda table: None
         self.watch: Callable[[log.Entry], None] | None = None  # told of every entry that was carried out
         self._doing: dict[type, Callable[[Any], None]] = {
@@ -104,10 +106,17 @@ class LogApplier:
 
     def _leave(self, leave: log.Leave) -> None:
         self._parts = {key: part for key, part in self._parts.items() if key[1] != leave.learner}
+        self._last_options = {
+            key: last for key, last in self._last_options.items() if key[1] != leave.learner
+        }
 
-    def options(self, table: int, learner: int, number: int) -> Options:
-        """The group options that came with a gradient."""
-        return self._options[table, learner][number]
+    def options(self, table: int, iteration: int, learner: int, number: int) -> Options:
+        """Return the group options of a gradient that was taken and is not folded yet."""
+        return self._taken[self._fold_key(table, iteration)][learner, number][1]
+
+    def _fold_key(self, table: int, iteration: int) -> FoldKey:
+        """Name the fold that includes a gradient: of its iteration in lockstep, else the table's next."""
+        return table, iteration if self.dials[self._dial[table]].lockstep else 0
 
     # -- the log -----------------------------------------------------------------------------------------
 
@@ -153,14 +162,13 @@ class LogApplier:
 
     def _take(self, entry: log.Take) -> None:
         part = self._part(entry)
-        key = (entry.table, entry.learner)
-        said, told = self._said.get(key), self._options[key]
-        if said is None or said[0] != entry.options:
-            said = self._said[key] = (entry.options, part.slot.read_options())
-            self.options_changed = True
-        told[entry.number] = said[1]
-        if len(told) > OPTIONS_KEPT:
-            del told[next(iter(told))]
+        fold = self._fold_key(entry.table, entry.iteration)
+        last = self._last_options.get((entry.table, entry.learner))
+        if last is None or last[0] != entry.options:
+            last = entry.options, part.slot.read_options()
+            self._last_options[entry.table, entry.learner] = last
+            self._to_compare.add(fold)
+        self._taken[fold][entry.learner, entry.number] = entry.rank, last[1]
         added = self.shards[entry.table].take(
             part,
             full=entry.full,
@@ -175,10 +183,12 @@ class LogApplier:
         if added or isinstance(part, PromisedPart):
             self._port.release(entry.table, entry.learner, entry.number, None)
         else:
-            self._lying[entry.table].append(entry)
+            self._in_slots[fold].append(entry)
 
     def _fold(self, entry: log.Fold) -> None:
         shard = self.shards[entry.table]
+        if self._to_compare:
+            self._compare_options(entry)
         if added := shard.gather(entry.iteration):
             self._port.spend(Serving(log.Take, entry.table, added))
         if shard.clip_norm is None or shard.layout.shards == 1:
@@ -188,19 +198,38 @@ class LogApplier:
             self._port.share(entry.table, entry.version, shard.norms())
 
     def _apply(self, entry: log.Fold, shard: Shard) -> None:
-        shard.apply(self._options[entry.table, entry.learner][entry.number], entry.factor)
+        fold = self._fold_key(entry.table, entry.iteration)
+        taken = self._taken.pop(fold)
+        shard.apply(taken[entry.learner, entry.number][1], entry.factor)
         self._port.spend(Serving(log.Fold, entry.table))
-        if lying := self._lying.pop(entry.table, None):  # folded where it lay
-            lockstep = self.dials[self._dial[entry.table]].lockstep
-            for take in lying:
-                if lockstep and take.iteration != entry.iteration:  # of a later round
-                    self._lying[entry.table].append(take)
-                else:
-                    self._port.release(take.table, take.learner, take.number, None)
+        for take in self._in_slots.pop(fold, ()):
+            self._port.release(take.table, take.learner, take.number, None)
         if shard.version != entry.version:
             raise AssertionError(
                 f"shard {self._port.shard} made version {shard.version}, the log says {entry.version}"
             )
+
+    def _compare_options(self, entry: log.Fold) -> None:
+        """Warn once when learners in lockstep disagree about their group options (M4).
+
+        A tree's nodes have chosen among their learners' options already.
+        """
+        fold = self._fold_key(entry.table, entry.iteration)
+        lockstep, over_tree = self.dials[self._dial[entry.table]].lockstep, self._makes[entry.table].tree
+        changed = fold in self._to_compare
+        self._to_compare.discard(fold)
+        if not changed or self._port.shard != 0 or self._options_differ or not lockstep or over_tree:
+            return
+        options = dict(self._taken[fold].values())
+        ranks = sorted(options)
+        if differ := [rank for rank in ranks if options[rank] != options[ranks[0]]]:
+            self._options_differ = True
+            text = (
+                f"learners {ranks} disagree about the options of their parameter groups (ranks {differ} differ "
+                f"from rank {ranks[0]}); each update uses those of the learner furthest along. Step the same "
+                "scheduler in every learner."
+            )
+            self._port.tell(m.Warned(text, "options"))
 
     def _release(self, entry: log.Release | log.PutValues | log.LoadState) -> None:
         """The learner of this ticket goes on."""

@@ -35,7 +35,14 @@ from torch import Tensor
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Layout, Part
 from syncline.table.nested_optimizers import PREFIX, Kept, keep
-from syncline.table.optimizer_template import OptimizerTemplate, PieceState, join_states
+from syncline.table.optimizer_template import (
+    TENSOR,
+    OptimizerTemplate,
+    PieceState,
+    from_plain,
+    join_states,
+    to_plain,
+)
 
 FORMAT, MANIFEST = 1, "checkpoint.json"
 FIRST = -1  # in place of a checkpoint's number: the first values of a table
@@ -475,12 +482,13 @@ def piece_tensors(
 
 def group_notes(own: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Options of parameter groups that the optimizer itself has changed, beside the other state values."""
-    for group in own:
+    plain = [{key: to_plain(value) for key, value in group.items()} for group in own]
+    for group in plain:
         for key, value in group.items():
             if not _is_plain(value):
                 what = f"option {key!r} of a parameter group is a {type(value).__name__}"
                 raise CheckpointError(f"{what}: only numbers, strings, None and lists can be kept")
-    return {GROUPS: {str(number): dict(group) for number, group in enumerate(own)}} if any(own) else {}
+    return {GROUPS: {str(number): group for number, group in enumerate(plain)}} if any(own) else {}
 
 
 def wrapped_tensors(
@@ -502,6 +510,8 @@ def wrapped_tensors(
 def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
+    if isinstance(value, dict) and TENSOR in value:
+        return True
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -590,7 +600,10 @@ def read_content(
     names = [table_file(source.table, shard) for shard in range(source.shards)]
     parts = [(checkpoint.tensors(name), checkpoint.notes(name)) for name in names]
     groups = [notes.pop(GROUPS, {}) for _, notes in parts]  # the same on all shards
-    own = [groups[0][str(number)] for number in range(len(groups[0]))]
+    own = [
+        {key: from_plain(value) for key, value in groups[0][str(number)].items()}
+        for number in range(len(groups[0]))
+    ]
     kept: Kept | None = None
     for tensors, notes in parts:
         if (found := notes.pop(WHOLE, None)) is not None:  # of an optimizer that is in one shard

@@ -112,9 +112,7 @@ class FlatSGD:
             first = groups[0]
             same = all(group[name] == first[name] for group in groups for name in SAME)
             plan = self._plans[key] = StepPlan(
-                fits=bool(parameters)
-                and same
-                and not any(isinstance(group["lr"], Tensor) for group in groups),
+                fits=bool(parameters) and same and not any(isinstance(value, Tensor) for value in key),
                 rates=self._rates([float(group["lr"]) for group in groups], parameters),
                 decays=self._rates([float(group["weight_decay"]) for group in groups], parameters),
                 **{name: first[name] for name in SAME},

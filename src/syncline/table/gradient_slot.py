@@ -15,6 +15,7 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 from syncline.table.layout import LINE, Layout, Part
+from syncline.table.optimizer_template import from_plain, to_plain
 
 OPTIONS_ROOM = 16384  # bytes for the group options as JSON
 STATES_ROOM = 16384  # bytes for a learner's random states
@@ -67,7 +68,7 @@ class Slot:
         return _get(self._options)
 
     def read_options(self) -> list[dict[str, Any]]:
-        return json.loads(_get(self._options))
+        return options_of(_get(self._options))
 
     def write_states(self, states: bytes) -> None:
         """The learner's random states, for a checkpoint; none where they do not fit."""
@@ -93,14 +94,20 @@ class SlotPart:
 
 
 def options_text(options: list[dict[str, Any]]) -> bytes:
-    """Group options as they travel."""
-    text = json.dumps(options, default=_refuse).encode()
+    """Return group options as they travel."""
+    plain = [{key: to_plain(value) for key, value in group.items()} for group in options]
+    text = json.dumps(plain, default=_refuse).encode()
     if len(text) > OPTIONS_ROOM - 8:
         raise UsageError(
             f"the options of {len(options)} parameter groups take {len(text)} bytes, more than the "
             f"{OPTIONS_ROOM - 8} that travel with a gradient; use fewer groups or smaller options"
         )
     return text
+
+
+def options_of(text: bytes) -> list[dict[str, Any]]:
+    """Return the group options of such a text."""
+    return [{key: from_plain(value) for key, value in group.items()} for group in json.loads(text)]
 
 
 def private_slot(layout: Layout) -> Slot:
@@ -117,8 +124,6 @@ def _get(room: memoryview) -> bytes:
 
 
 def _refuse(value: object) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
     raise UsageError(
         f"a parameter group's option of type {type(value).__name__} cannot travel with a gradient"
     )

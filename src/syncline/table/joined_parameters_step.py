@@ -86,7 +86,7 @@ class JoinedStep:
     def step(self, gradients: Sequence[Tensor]) -> bool:
         """One step with the gradient's segments; False where only the plain step will do, and nothing was done."""
         if self._fits is None:
-            self._fits = not _fused(self._optimizer)
+            self._fits = not _fused(self._optimizer) and not _has_tensors(self._optimizer)
             for mine, theirs in zip(self._joined.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update((key, value) for key, value in theirs.items() if key != "params")
                 if "foreach" in mine and mine["foreach"] is None and not mine.get("differentiable"):
@@ -144,6 +144,16 @@ class JoinedStep:
 
 def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Torch chooses another loop for options that are tensors."""
+    options = (value for group in optimizer.param_groups for key, value in group.items() if key != "params")
+    return any(
+        isinstance(each, Tensor)
+        for value in options
+        for each in (value if isinstance(value, tuple) else (value,))
+    )
 
 
 def _runs(

@@ -35,6 +35,7 @@ ELEMENTWISE: tuple[type, ...] = (
 )
 SCALE_INVARIANT = tuple(kind for kind in ELEMENTWISE if kind is not torch.optim.SGD)
 
+TENSOR = "tensor"  # marks an option that is one, with its type
 Options = list[dict[str, Any]]
 PieceState = dict[tuple[int, int, int], dict[str, Any]]  # (entry, start, stop) -> state
 
@@ -90,7 +91,8 @@ class OptimizerTemplate:
                 take_up(optimizer, self.kept, parameters)
                 owns = self.own or [{} for _ in self.options]
                 for group, option, own in zip(optimizer.param_groups, self.options, owns, strict=True):
-                    group.update((key, value) for key, value in option.items() if key not in own)
+                    told = {key: value for key, value in option.items() if key not in own}
+                    group.update(own_options(told, group["params"]))
             return optimizer, parameters
         by_entry: dict[int, list[nn.Parameter]] = defaultdict(list)
         state: dict[nn.Parameter, Any] = defaultdict(dict)
@@ -104,6 +106,7 @@ class OptimizerTemplate:
         ]
         for group, own in zip(groups, self.own, strict=False):
             group.update(own)
+        groups = [own_options(group, parameters) | {"params": group["params"]} for group in groups]
         optimizer = self.kind.__new__(self.kind)
         own = copy.deepcopy(self.attributes)  # shards of one process share nothing
         optimizer.__setstate__({**own, "state": state, "param_groups": groups})
@@ -153,19 +156,49 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> Options:
-    """Options of every group without its parameters, tensors as numbers."""
+    """Return the options of every group without its parameters; tensors are copied to the host."""
     return _options(optimizer.param_groups)
 
 
 def _options(groups: Iterable[dict[str, Any]]) -> Options:
     return [
-        {
-            key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
+        {key: own_option(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in groups
     ]
+
+
+def own_option(value: Any, device: torch.device | str = "cpu") -> Any:
+    """Copy the tensors of an option to the device: schedulers and optimizers write into them."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(own_option(each, device) for each in value)
+    return value
+
+
+def own_options(options: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """Copy options for a group of these parameters; a capturable optimizer has its tensors beside them."""
+    beside_them = options.get("capturable") and len(parameters) > 0
+    device: torch.device | str = parameters[0].device if beside_them else "cpu"
+    return {key: own_option(value, device) for key, value in options.items()}
+
+
+def to_plain(value: Any) -> Any:
+    """Return JSON's form of an option; a tensor of one element keeps its type and shape."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return {
+            TENSOR: str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "value": value.item(),
+        }
+    return [to_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def from_plain(value: Any) -> Any:
+    """Return the option of JSON's form."""
+    if isinstance(value, dict) and TENSOR in value:
+        return torch.full(value["shape"], value["value"], dtype=getattr(torch, value[TENSOR]))
+    return [from_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def to_host(value: Any) -> Any:

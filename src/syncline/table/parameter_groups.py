@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from syncline.table.optimizer_template import Options, group_options
+from syncline.table.optimizer_template import Options, group_options, own_options
 
 
 class Groups:
@@ -37,7 +37,11 @@ class Groups:
                     if key not in told or told[key] != value:
                         told[key] = value
                         tuples = isinstance(group.get(key), tuple) and isinstance(value, list)
-                        group[key] = tuple(value) if tuples else value
+                        changed = {
+                            "capturable": group.get("capturable"),
+                            key: tuple(value) if tuples else value,
+                        }
+                        group[key] = own_options(changed, group["params"])[key]
         self._scale(factor)
 
     def _unscale(self) -> None:
@@ -82,7 +86,7 @@ class Groups:
         """Of another state; what learners have said is still what they say."""
         with self.unscaled():
             for group, option in zip(self._optimizer.param_groups, options, strict=True):
-                group.update(option)
+                group.update(own_options(option, group["params"]))
 
 
 def rated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from syncline.ports import (
     TablePort,
 )
 from syncline.roles.run_plan import RunPlan, Seat
+from syncline.table.gradient_slot import options_of
 from syncline.table.layout import DTYPES, Flat
 from syncline.table.optimizer_template import OptimizerTemplate, piece_states
 
@@ -58,7 +58,7 @@ class Table(TablePort):
             self.others = draft.others
         if isinstance(message, say.Gradient):
             here = present or [True] * len(self.parameters)
-            for group, option in zip(self.optimizer.param_groups, json.loads(options), strict=True):
+            for group, option in zip(self.optimizer.param_groups, options_of(options), strict=True):
                 group.update(option)
             for parameter, gradient, there in zip(self.parameters, draft.gradients, here, strict=True):
                 parameter.grad = gradient if there else None

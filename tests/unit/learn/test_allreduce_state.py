@@ -139,6 +139,18 @@ def test_a_late_step_has_the_options_that_its_gradient_had() -> None:
     assert optimizer.seen == 0.2
 
 
+def test_a_late_step_has_a_rate_that_is_a_tensor_as_it_was() -> None:
+    rate = torch.tensor(0.4)
+    optimizer = Counting([nn.Parameter(torch.zeros(1))], lr=rate)
+    changes = GroupChanges(optimizer)
+    early = changes.now()
+    rate.fill_(0.2)  # a scheduler
+    with changes.as_of(early, 1.0):
+        optimizer.step()
+    assert torch.equal(optimizer.seen, torch.tensor(0.4))
+    assert optimizer.param_groups[0]["lr"] is rate and rate == torch.tensor(0.2)
+
+
 def test_what_the_optimizer_changes_in_its_groups_is_its_state() -> None:
     optimizer = Counting([nn.Parameter(torch.zeros(1))], lr=0.4)
     changes = GroupChanges(optimizer)

@@ -57,7 +57,7 @@ class Crew:
         self.over: set[int] = set()
         port = MagicMock(spec=ServerPort, shard=0, shards=1)
         port.tell.side_effect = self._reported
-        replay = MagicMock(spec=LogApplier, dials={0: as_sync(sync)}, options_changed=False)
+        replay = MagicMock(spec=LogApplier, dials={0: as_sync(sync)})
         replay.replay.side_effect = self._entry
         self._leader = Leader(port, replay)
         learners = {each: each for each in self._loops}

@@ -33,7 +33,7 @@ class Desk:
         **resume: Any,
     ) -> None:
         self.port, self.log = server_port(shards=shards), list[log.Entry]()
-        self.replay = MagicMock(spec=LogApplier, dials={0: Sync.parse(dial)}, options_changed=False)
+        self.replay = MagicMock(spec=LogApplier, dials={0: Sync.parse(dial)})
         self.replay.replay.side_effect = self.log.append
         self.leader = Leader(self.port, self.replay)
         everybody = {learner: 10 + learner for learner in range(learners)}
@@ -99,17 +99,6 @@ def test_a_gradient_after_the_last_update_is_free_again_and_the_run_is_told_that
     assert desk.written(log.Free, log.Take, log.Fold) == [log.Free(0, 1, 1)]
     (account,) = desk.leader.statistics(3).tables.values()
     assert (account.version, account.gradients, account.dropped) == (1, 1, 1)
-
-
-def test_different_options_in_lockstep_are_told_once() -> None:
-    desk = Desk(learners=3)
-    desk.replay.options.side_effect = lambda table, learner, number: [{"lr": 0.5 if learner == 1 else 1.0}]
-    for number in (1, 2):
-        desk.replay.options_changed = True
-        for learner in range(3):
-            desk.publish(learner, number, stamp=number - 1)
-    (warned,) = desk.told(m.Warned)
-    assert "ranks [11] differ from rank 10" in warned.text and warned.cause == "options"
 
 
 def test_buffers_of_the_last_gradients_are_kept_before_drafts_are_free() -> None:

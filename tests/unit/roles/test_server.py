@@ -13,7 +13,7 @@ from syncline.dial import Sync
 from syncline.messages import log
 from syncline.ports import FIRST_VALUES, Reading, Serving
 from syncline.roles import server
-from syncline.roles.server import OPTIONS_KEPT, LogApplier, ServerRole
+from syncline.roles.server import LogApplier, ServerRole
 from syncline.table.checkpoints import FIRST, CheckpointError
 from syncline.table.gradient_slot import options_text, private_slot
 from tests.unit.roles.doubles import layout, server_port, table, told
@@ -100,28 +100,62 @@ def test_an_update_goes_by_the_options_of_its_gradient(one: Server) -> None:
     one.say(1, 0.25)
     for learner in (0, 1):
         one.take(learner)
+    assert one.applier.options(0, 0, 0, 1) == [{"lr": 1.0}]
     one.fold(1, 1)
     one.shard.apply.assert_called_once_with([{"lr": 0.25}], 0.5)
-    assert one.applier.options(0, 0, 1) == [{"lr": 1.0}]
 
 
 def test_options_are_read_again_when_their_count_says_so(one: Server) -> None:
     one.take(0)
-    assert one.applier.options_changed
-    one.applier.options_changed = False
     one.say(0, 9.0)
-    one.take(0, 2)
-    assert one.applier.options(0, 0, 2) == [{"lr": 1.0}] and not one.applier.options_changed
-    one.take(0, 3, options=1)
-    assert one.applier.options(0, 0, 3) == [{"lr": 9.0}] and one.applier.options_changed
+    one.take(0, 2, iteration=1), one.take(0, 3, options=1, iteration=2)
+    found = [one.applier.options(0, number - 1, 0, number) for number in (1, 2, 3)]
+    assert found == [[{"lr": 1.0}], [{"lr": 1.0}], [{"lr": 9.0}]]
 
 
-def test_options_of_only_so_many_gradients_are_kept(one: Server) -> None:
-    for number in range(1, OPTIONS_KEPT + 2):
-        one.take(0, number)
-    assert one.applier.options(0, 0, 2) == [{"lr": 1.0}]
-    with pytest.raises(KeyError):
-        one.applier.options(0, 0, 1)
+def test_options_are_kept_until_the_fold_that_may_need_them(one: Server) -> None:
+    for number in range(1, 1001):
+        one.say(0, float(number))
+        one.take(0, number, options=number, iteration=number - 1)
+    one.take(1)
+    for number in range(1, 1001):
+        one.fold(0, number, number, iteration=number - 1)
+        assert one.shard.apply.call_args.args[0] == [{"lr": float(number)}]
+        with pytest.raises(KeyError):
+            one.applier.options(0, number - 1, 0, number)
+
+
+def test_the_leading_shard_warns_once_of_different_options_in_lockstep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for index in (0, 1):
+        one = Server(monkeypatch)
+        one.port.shard = index
+        for learner in range(3):
+            one.say(learner, 0.5 if learner == 1 else 1.0)
+        for version in (1, 2):
+            for learner in range(3):
+                one.take(learner, version, options=version, iteration=version - 1)
+            one.fold(0, version, version, iteration=version - 1)
+        warned = told(one.port.tell, m.Warned)
+        assert len(warned) == (index == 0)
+        for each in warned:
+            assert "ranks [1] differ from rank 0" in each.text and each.cause == "options"
+
+
+def test_options_are_compared_also_while_the_log_waits_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Server(monkeypatch, shards=2, clip_norm=1.0, dial="delayed:2")
+    for learner in (0, 1):
+        one.say(learner, 1.0)
+        one.take(learner)
+    one.fold(0, 1)  # it waits for the other shard's norms, and what follows with it
+    one.say(1, 0.5)
+    for learner in (0, 1):
+        one.take(learner, 2, options=1, iteration=1)
+    one.fold(0, 2, 2, iteration=1)
+    assert not told(one.port.tell, m.Warned)
+    one.applier.norms(m.Norms(0, 1, [torch.zeros(len(part.pieces)) for part in one.shard.layout.parts]))
+    assert len(told(one.port.tell, m.Warned)) == 1
 
 
 def test_clipping_over_several_shards_holds_the_log_until_all_norms_are_there(

@@ -23,18 +23,20 @@ from torch import Tensor, nn
 
 from syncline.errors import RunError
 from syncline.table.checkpoints import (
+    GROUPS,
     Checkpoint,
     CheckpointError,
     Folder,
     Written,
     find,
+    group_notes,
     layout_json,
     piece_tensors,
     whole,
     write_tensors,
 )
 from syncline.table.layout import DTYPES, Layout, lay_out
-from syncline.table.optimizer_template import OptimizerTemplate, PieceState, piece_states
+from syncline.table.optimizer_template import OptimizerTemplate, PieceState, from_plain, piece_states
 
 # -- one file --------------------------------------------------------------------------------------------
 
@@ -740,3 +742,11 @@ def test_layouts_survive_json() -> None:
     again = msgspec.convert(json.loads(json.dumps(layout_json(layout))), Layout)
     assert again == layout and again.difference(layout) is None and again.parts == layout.parts
     assert hash(again) == hash(layout)
+
+
+def test_an_option_that_the_optimizer_has_changed_and_that_is_a_tensor_is_kept_as_such() -> None:
+    own = [{"scale": torch.tensor(0.1), "counts": [torch.tensor([2])]}, {}]
+    (kept, empty) = json.loads(json.dumps(group_notes(own)[GROUPS])).values()
+    back = {key: from_plain(value) for key, value in kept.items()}
+    assert torch.equal(back["scale"], own[0]["scale"]) and back["counts"][0].tolist() == [2] and not empty
+    assert back["counts"][0].dtype == torch.int64

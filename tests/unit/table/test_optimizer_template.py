@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from syncline.errors import LayoutError
+from syncline.table.gradient_slot import options_of, options_text
 from syncline.table.layout import Layout, lay_out
 from syncline.table.optimizer_template import OptimizerTemplate, cut_state, merge, piece_states, split
 
@@ -259,10 +260,15 @@ def test_a_state_of_other_groups_is_refused() -> None:
         split(layout, other.state_dict())
 
 
-def test_a_rate_given_as_a_tensor_travels_as_a_number() -> None:
-    model = model_of()
-    optimizer = Adam(model.parameters(), lr=torch.tensor(0.25))
-    assert OptimizerTemplate.of(optimizer).options[0]["lr"] == 0.25
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_options_that_are_tensors_travel_as_copies_of_their_type(dtype: torch.dtype) -> None:
+    model, rate, beta = model_of(), torch.tensor(0.1, dtype=dtype), torch.tensor(0.9, dtype=dtype)
+    optimizer = Adam(model.parameters(), lr=rate, betas=(beta, beta), foreach=False)  # type: ignore[arg-type]
     layout = Cut(model, optimizer, 1).layout
-    options, _ = split(layout, optimizer.state_dict())
-    assert isinstance(options[0]["lr"], float) and "params" not in options[0]
+    template = OptimizerTemplate.of(optimizer)
+    parted, _ = split(layout, optimizer.state_dict())
+    travelled = options_of(options_text(template.options))
+    rate.fill_(7.0), beta.fill_(7.0)
+    for (option,) in (template.options, parted, travelled):
+        assert torch.equal(option["lr"], torch.tensor(0.1, dtype=dtype)) and "params" not in option
+        assert all(torch.equal(each, torch.tensor(0.9, dtype=dtype)) for each in option["betas"])

@@ -26,16 +26,19 @@ from syncline.roles.checkpoint_manifest import restored
 from syncline.roles.run_plan import Seat
 from syncline.table.checkpoints import read
 
-SIGMAS = 64  # staleness up to here has a word of its own
 # What one learner shows the supervisor, in words: first the four whole numbers of its `Progress`, how far it is.
 LOSS, WAITS, CALLS, HISTOGRAM = range(4, 8)
-BOARD = 8 * (HISTOGRAM + SIGMAS)  # bytes
+
+
+def board_bytes(most: int) -> int:
+    """Return the bytes of a board with a word for every staleness up to `most`."""
+    return 8 * (HISTOGRAM + most + 1)
 
 
 def read_board(words: memoryview) -> Progress:
     started, version, gradients, examples = words[:LOSS]
     loss = struct.unpack("d", struct.pack("q", words[LOSS]))[0]
-    histogram = {sigma: count for sigma in range(SIGMAS) if (count := words[HISTOGRAM + sigma])}
+    histogram = {sigma: count for sigma, count in enumerate(words[HISTOGRAM:]) if count}
     return Progress(started, version, gradients, examples, loss, histogram)
 
 
@@ -113,7 +116,7 @@ class LocalCollectivePort(CollectivePort):
             words[word] = value
         words[LOSS] = struct.unpack("q", struct.pack("d", message.loss))[0]
         for sigma, count in message.histogram.items():
-            words[HISTOGRAM + min(sigma, SIGMAS - 1)] = count
+            words[HISTOGRAM + sigma] = count
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         assert self._writer is not None

@@ -15,11 +15,11 @@ from syncline import messages as m
 from syncline.dial import Sync
 from syncline.engines.collectives import wants_nccl
 from syncline.engines.local.allreduce_learner import (
-    BOARD,
     CALLS,
     WAITS,
     AllReduceLearnerSpec,
     Broken,
+    board_bytes,
     read_board,
     run_peer,
 )
@@ -54,7 +54,11 @@ class AllReduceSupervisor(RunSupervisor):
         self.learners: dict[int, Process] = {}  # by rank
         self._meeting = os.memfd_create("syncline-meeting", os.MFD_CLOEXEC)
         self._stop_word = Region(8)
-        self._boards = [Region(BOARD) for _ in range(spec.plan.learners)]
+        restored = spec.storage.restored
+        accounts = [state.account for state in restored.tables.values()] if restored is not None else []
+        before = [sigma for account in accounts for sigma in account.histogram or {}]
+        nbytes = board_bytes(max([spec.plan.delay, *before]))
+        self._boards = [Region(nbytes) for _ in range(spec.plan.learners)]
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from functools import cache
 from typing import Any
 
 from syncline.engines.local.shared_pickle import Parcel, pack, unpack
@@ -41,6 +42,15 @@ class Channel:
     def pair(cls) -> tuple[Channel, socket.socket]:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(mine), theirs
+
+    @classmethod
+    @cache
+    def ended(cls) -> Channel:
+        """Return the closed channel that takes the place of those that a run needs no more."""
+        channel, theirs = cls.pair()
+        theirs.close()
+        channel.close()
+        return channel
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -23,7 +23,7 @@ from syncline.engines.local.record_codec import Record, encode
 from syncline.engines.local.shared_cuda_memory import EVENT, StreamOrder
 from syncline.engines.local.shared_memory import YIELDS, Region, Waiter, WakeUp
 from syncline.engines.local.shared_pickle import Parcel, pack, unpack
-from syncline.engines.local.table_memory import LEAF, WAITS, Geometry, Lane, Mailbox, TableMemory
+from syncline.engines.local.table_memory import GRADIENTS, LEAF, WAITS, Geometry, Lane, Mailbox, TableMemory
 from syncline.engines.local.version_reader import Reader, VersionFlow, swappable
 from syncline.engines.run import Task
 from syncline.learn.allreduce_session import AllReduceSession
@@ -145,7 +145,8 @@ class LocalTable(TablePort):
         if self._order is not None:
             self._order.signal()  # what was done comes before what shards do once they hear of it
         if port.leaves and isinstance(message, Gradient):  # over a tree
-            port.desk.gradients.push(encode(message, place))
+            self.lane.outbox.push(encode(message, place))
+            port.desk.words[GRADIENTS] += 1
             port.leaves[port.desk.words[LEAF]].ring()
         else:
             port.push(encode(message, place))

@@ -137,7 +137,7 @@ class LocalHost(Host):
 
     def _concerns(self, learner: int) -> bool:
         """It is here, or shards are."""
-        return bool(self._shard_bells) or self._who[learner][1] == self.site
+        return bool(self._shard_bells) or self._who.get(learner, (-1, -1))[1] == self.site
 
     # -- servers -----------------------------------------------------------------------------------------
 
@@ -321,6 +321,12 @@ class LocalHost(Host):
         self.tell_relay(Forget(learner))
         self._release(learner)
         self._known.discard(learner)
+        for kept in (self._who, self._bells, self._desks):
+            kept.pop(learner, None)
+        if not self._held.get(learner):
+            self._held.pop(learner, None)
+        for key in [key for key in self._lanes if key[1] == learner]:
+            del self._lanes[key]
         self._seats.forget(learner)
         if process is not None and process.bell is not None:
             process.bell.close()

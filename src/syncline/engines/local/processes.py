@@ -57,6 +57,7 @@ class Processes:
         self.run = run  # its name, in process titles
         self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
         self.by_pid: dict[int, Process] = {}
+        self._open: dict[int, Process] = {}  # those whose channel is open, by pid
         self._deferred: list[forkserver.Ended] = []  # that came while somebody waited for something else
         self._selector = selectors.DefaultSelector()
         self._server = forkserver.connect()
@@ -82,7 +83,7 @@ class Processes:
         """
         if self._deferred:
             seconds = 0.0
-        elif [process for process in self.by_pid.values() if not process.channel.flush()]:
+        elif [process for process in self._open.values() if not process.channel.flush()]:
             seconds = min(seconds, RETRY)  # somebody does not read, and gets the rest when it does
         for key, _ in self._selector.select(timeout=seconds):
             key.data()
@@ -108,7 +109,7 @@ class Processes:
         while isinstance(pid := self._from_server(), forkserver.Ended):
             self._deferred.append(pid)
         theirs.close()
-        process = self.by_pid[pid] = Process(role, number, rank, pid, channel, bell)
+        process = self.by_pid[pid] = self._open[pid] = Process(role, number, rank, pid, channel, bell)
         crash = self._crashes.pop(f"{role} {rank}", None)
         channel.post(
             forkserver.Setup(
@@ -145,10 +146,11 @@ class Processes:
         return message is not NOTHING
 
     def dismiss(self, process: Process) -> None:
-        """Nothing more is heard of it."""
-        if process.channel.fileno() >= 0:
+        """Close its channel: what stays of a process that has ended is a line of the statistics."""
+        if self._open.pop(process.pid, None) is not None:
             self._selector.unregister(process.channel.fileno())
             process.channel.close()
+            process.channel = Channel.ended()
 
     def _print(self, end: int, stream: str) -> bool:
         """What learners print; False if there is nothing."""

@@ -193,6 +193,7 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
 
     def forget_learner(self, learner: int) -> None:
         self.learners.pop(learner)
+        self.sites.pop(learner, None)
         for host in self._live:
             host.forget(learner)
 

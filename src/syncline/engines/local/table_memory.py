@@ -21,31 +21,32 @@ DESK_NOTES, DESK_PORTIONS = 64, 256
 # a word of a desk: its learner waits for others, and does not hang
 WAITS = Ring.words(DESK_NOTES) + Ring.words(DESK_PORTIONS)
 LEAF = WAITS + LINE  # another, the supervisor's: who is to be woken for a gradient
-GRADIENTS = LEAF + LINE
+GRADIENTS = LEAF + LINE  # counts the gradients that it has put into outboxes for its leaf
 
 
 class Mailbox:
-    """Between one learner and the leading shard: notes there, portions back. Over a tree gradients lie here for its leaf."""
+    """Between one learner and the leading shard: notes there, portions back."""
 
     def __init__(self, region: Region) -> None:
         cells, self.words = SharedWords(region), region.words
         self.notes = Ring(cells, 0, capacity=DESK_NOTES, form=NOTE)
         self.portions = Ring(cells, Ring.words(DESK_NOTES), capacity=DESK_PORTIONS, form=PORTION)
-        self.gradients = Ring(cells, GRADIENTS, capacity=DESK_NOTES, form=NOTE, readers=0)
 
     @staticmethod
     def nbytes() -> int:
-        return 8 * (GRADIENTS + Ring.words(DESK_NOTES, 0))
+        return 8 * (GRADIENTS + LINE)
 
     @staticmethod
     def heard(region: Region) -> tuple[int, bool]:
-        """From outside: how many notes and gradients it has sent, and whether it waits."""
+        """Return, to an observer outside, how many notes and gradients the learner has sent, and whether it waits."""
         return region.words[0] + region.words[GRADIENTS], bool(region.words[WAITS])
 
 
 class Lane:
     """Between one learner and all shards of one table: replies, gradient slots, an inbox.
 
+    Over a tree the learner's notes of gradients lie in the outbox, one record per slot. The root takes a learner's gradients in
+    their order and a slot is reused after that, so no record is overwritten that a leaf may still need.
     What the dial in force does not use is never touched, and takes no memory.
     """
 
@@ -56,7 +57,9 @@ class Lane:
         self.drafts = Drafts(cells, drafts, shards=shards, slots=slots)
         passed = drafts + Drafts.words(shards, slots)
         self.passed = Drafts(cells, passed, shards=1, slots=slots)  # over a tree: the leaf's word
-        self.handles = Handles(region, 8 * (passed + Drafts.words(1, slots)))
+        outbox = passed + Drafts.words(1, slots)
+        self.outbox = Ring(cells, outbox, capacity=slots, form=NOTE, readers=0)
+        self.handles = Handles(region, 8 * (outbox + Ring.words(slots, 0)))
         self.start = self._start(layout, slots)
         self.losses = LateLosses(region, self.start - LOSSES)
         self.numbers = [-1] * slots  # a shard's own: tickets whose drafts lie in the slots
@@ -78,7 +81,7 @@ class Lane:
     @staticmethod
     def _start(layout: Layout, slots: int) -> int:
         """Of the first slot, in bytes."""
-        words = Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots)
+        words = Replies.words(layout.shards) + Drafts.words(layout.shards + 1, slots) + Ring.words(slots, 0)
         return -(-(8 * words + Handles.nbytes(2)) // 4096) * 4096 + LOSSES
 
     @classmethod

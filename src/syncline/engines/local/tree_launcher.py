@@ -204,8 +204,8 @@ class NodeCrew:
 
     def _send_to_leaf(self, learner: int) -> None:
         known, leaf = self._learners[learner], self.tree.leaf[learner]
-        known.desk.words[LEAF] = 0 if self._several else leaf  # before the leaf looks into its outbox
-        self._post(leaf, LocalNode.add_child, learner, known.desk, known.bell, known.rank)
+        known.desk.words[LEAF] = 0 if self._several else leaf  # before the leaf looks into its outboxes
+        self._post(leaf, LocalNode.add_child, learner, None, known.bell, known.rank)
         for table, lane in known.lanes.items():
             self._post(leaf, LocalNode.add_lane, learner, table, *lane)
 

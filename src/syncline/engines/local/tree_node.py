@@ -1,7 +1,7 @@
 """A process of a tree's node (R7, M14): it adds what its children published where that lies in shared memory, and publishes the mean in a slot of its own.
 
 When is decided by `protocols.tree_up`. A gradient stays its learner's until the root has taken it, so nothing is lost with a node: whoever
-takes a leaf's learners over reads the same outboxes. Versions do not pass here: learners read the shards' ring. Also the desk of a node,
+takes a leaf's learners over reads the same outboxes, one for each table. Versions do not pass here: learners read the shards' ring. Also the desk of a node,
 and the leading shard's end of it.
 """
 
@@ -31,7 +31,7 @@ from syncline.engines.local.record_codec import (
     encode_answer,
 )
 from syncline.engines.local.shared_memory import YIELDS, Region, SharedWords, Waiter, WakeUp
-from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
+from syncline.engines.local.table_memory import Geometry, Lane
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_tree_nodes import Refused, Taken, ToNodes
 from syncline.protocols.folding import Ticket
@@ -157,18 +157,21 @@ class Lying:
 class LearnerBelow:
     """A leaf's child."""
 
-    def __init__(self, child: int, desk: Region, bell: WakeUp, rank: int, slots: int) -> None:
+    def __init__(self, child: int, bell: WakeUp, rank: int) -> None:
         self.child, self._rank, self.bell = child, rank, bell
-        self._outbox = Mailbox(desk).gradients
-        desk.close()
         self.lanes: dict[int, Lane] = {}
-        self._next = max(0, self._outbox.written - slots)  # no more than that can still be needed
+        self._next: dict[int, int] = {}  # by table: the record of the outbox to read
+
+    def add(self, table: int, lane: Lane) -> None:
+        """Begin with the oldest record that an earlier leaf may not have passed on: there is one for each slot."""
+        self.lanes[table], self._next[table] = lane, max(0, lane.outbox.written - len(lane.slots))
 
     def pop(self) -> Brought | None:
-        if self._next == self._outbox.written:
+        unread = (table for table, lane in self.lanes.items() if self._next[table] < lane.outbox.written)
+        if (table := next(unread, None)) is None:
             return None
-        self._next += 1
-        record = self._outbox.read(self._next - 1)
+        record = self.lanes[table].outbox.read(self._next[table])
+        self._next[table] += 1
         said, place = decode(record, lambda table, slot: b"")  # the root reads states where they lie
         assert isinstance(said, Gradient)
         part = Part(0, self.child, self._rank, record)
@@ -192,6 +195,9 @@ class NodeBelow:
         own = NodeDesk(desk)
         self._end = NodeEnd(own.over, own.back, way)
         self.lanes: dict[int, Lane] = {}
+
+    def add(self, table: int, lane: Lane) -> None:
+        self.lanes[table] = lane
 
     def pop(self) -> Brought | None:
         if (found := self._end.pop()) is None:
@@ -383,15 +389,18 @@ class LocalNode:
         method, *arguments = self._channel.receive()
         method(self, *arguments)
 
-    def add_child(self, child: int, desk: Region, bell: WakeUp, rank: int | None, way: int = 0) -> None:
-        """It sends here from now on; what a learner (of that rank) has published and nobody has passed on lies in its outbox.
+    def add_child(
+        self, child: int, desk: Region | None, bell: WakeUp, rank: int | None, way: int = 0
+    ) -> None:
+        """Serve a further child: a learner of that rank, with an outbox in each lane, or a node with a desk.
 
         `way` counts a node's parents so far: what it sent to another is void.
         """
-        if rank is None:
+        if desk is not None:
             self._children[child] = NodeBelow(child, desk, bell, way)
         else:
-            self._children[child] = LearnerBelow(child, desk, bell, rank, self._spec.geometry.slots)
+            assert rank is not None
+            self._children[child] = LearnerBelow(child, bell, rank)
         for table in self._tables.values():
             table.node.welcome(child)
             self._count(table)
@@ -402,7 +411,7 @@ class LocalNode:
         found = Lane(lane, layout, slots=slots)
         lane.close()
         if child in self._children:
-            self._children[child].lanes[table] = found
+            self._children[child].add(table, found)
 
     def add_table(self, table: int, layout: Layout, lane: Region) -> None:
         """Where its own sums of it lie."""

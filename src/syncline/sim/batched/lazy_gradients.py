@@ -7,7 +7,6 @@ the bits that a learner's own process would give. Not responsible for when learn
 
 from __future__ import annotations
 
-import json
 import math
 import weakref
 from abc import abstractmethod
@@ -25,7 +24,7 @@ from syncline.sim.clock import Clock
 from syncline.sim.owned_memory import Traffic
 from syncline.sim.random_states import Random
 from syncline.table.accumulator import Made, Maker, Mean, PromisedPart, Taken
-from syncline.table.gradient_slot import Slot
+from syncline.table.gradient_slot import Slot, options_of
 from syncline.table.layout import Layout, Part
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class PromisedSlot:
 @lru_cache(maxsize=64)
 def _parsed(options: bytes) -> list[dict[str, Any]]:
     """The same list for the same text: shards notice a change by that."""
-    return json.loads(options)
+    return options_of(options)
 
 
 class PromisedLane(Traffic):

@@ -50,7 +50,7 @@ class FeedAccount(Counted):
         self._broken = bool(standing and standing.broken)
         if standing is None:
             return
-        self._early = {epoch for epoch in range(self.done, standing.newest + 1) if standing.has_done(epoch)}
+        self._early = set(range(self.done, standing.newest + 1)) - standing.fresh.keys()
         for epoch, owners in standing.fresh.items():
             state = self._states[epoch] = bytearray([SETTLED]) * self.size
             for start, stop in owners.values():

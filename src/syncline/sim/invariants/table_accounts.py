@@ -1,18 +1,22 @@
 """An account of one table of its own: gradients, versions, who may go on (DESIGN's "What always holds" 1–3, M2, M3).
 
-Follows what learners post and what the leading shard decides, and counts members, clocks and quorums itself. Knows
-nothing of tensors; a decision that cannot be is a `Broken`.
+Follows what learners post and what the leading shard decides. Members, clocks, iterations and staleness are counted here, and
+quorums, rates and waiting follow `DialRules`: of the code under test only the records are read. Knows nothing of tensors; a
+decision that cannot be is a `Broken`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from syncline.dial import Sync
 from syncline.messages import MakeTable
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Drop, Fold
 from syncline.protocols.waiting import Release
+from syncline.sim.invariants.dial_rules import DialRules
 from syncline.sim.invariants.loader_accounts import Broken, Span
 
 Key = tuple[int, int]  # learner, number
@@ -25,6 +29,7 @@ class Gradient:
     stamp: int
     step: int
     usage: list[tuple[int, Span]] = field(default_factory=list)  # (loader, positions)
+    options: list[dict[str, Any]] = field(default_factory=list)  # of its parameter groups
     fate: str = "published"  # then taken, folded, dropped or lost
     iteration: int = -1
     weight: int = 0  # in the mean of its update
@@ -36,17 +41,21 @@ class Member:
 
     last: int  # the version it read last
     clock: int = 0
-    rested: bool = False  # since the dial began
+    passed_over: bool = (
+        False  # since the dial began: an update did not wait for it, and its clock may be another
+    )
     aware: bool = True  # it has read since then: before, it may not know
     resting: int | None = None  # with this ticket
     took: Key = (-1, -1)  # number and iteration of its last gradient that was taken
+    iteration: int = 0  # in lockstep: the next gradient's, or later where versions have passed it
+    blocked: Key | None = None  # it has published this ticket, and waits for this version
 
 
 class TableAccount:
     """Gradients and versions of one table."""
 
     def __init__(self, make: MakeTable, sync: Sync) -> None:
-        self.number, self.sync, self.sums = make.table, sync, make.tree
+        self.number, self.sync, self.sums = make.table, DialRules(sync), make.tree
         self.version = self.base = make.account.version
         self.learners, self.limit, self.warm = make.learners, make.limit, make.warm
         self.batch_size, self.expected = make.batch_size, set(make.initial)
@@ -54,6 +63,7 @@ class TableAccount:
         self.gradients: dict[Key, Gradient] = {}  # not settled
         self.pending: list[Key] = []  # taken, in their order
         self.folded, self.dropped = make.account.gradients, make.account.dropped
+        self.staleness = Counter(make.account.histogram or {})  # of all that was folded
         self.finishing = False
         self._uncrossed = 0  # the last version that was made without some that step another table
         self._uncrossing = False  # it is to be made
@@ -81,19 +91,22 @@ class TableAccount:
 
     def rests(self, learner: int, number: int) -> None:
         if learner in self.members:
-            self.members[learner].resting = number
-            self.members[learner].rested = True
+            self.members[learner].resting, self.members[learner].blocked = number, None
 
-    def roused(self, learner: int) -> None:
-        if learner in self.members:
-            member = self.members[learner]
-            member.resting, member.rested = None, True
+    def roused(self, *learners: int) -> None:
+        """Count learners again, the slowest first, each from the clock of the slowest of the others (M8)."""
+        resting = [
+            member for member in map(self.members.get, learners) if member and member.resting is not None
+        ]
+        for member in sorted(resting, key=lambda member: member.clock):
+            slowest = min((self.members[each].clock for each in self.active()), default=0)
+            member.clock, member.resting = max(member.clock, slowest), None
 
     def uncross(self) -> None:
         """Who steps another table is not waited for this once, and counts from where the others are."""
         self._uncrossing = True
         for member in self.members.values():
-            member.rested = True
+            member.passed_over, member.blocked = True, None
 
     def active(self) -> set[int]:
         return {learner for learner, member in self.members.items() if member.resting is None}
@@ -118,20 +131,42 @@ class TableAccount:
         if ticket.learner not in self.members:
             raise Broken(f"a gradient of learner {ticket.learner} is taken, but it has left or never joined")
         member = self.members[ticket.learner]
-        member.clock += 1
-        member.took = (ticket.number, ticket.iteration)
         if member.resting is not None and member.resting < ticket.number:
-            member.resting = None
+            self.roused(ticket.learner)
+        member.clock += 1
+        self._check_ticket(member, ticket)
+        member.took = (ticket.number, ticket.iteration)
+        if not ticket.silent and member.resting is None:
+            needed = self.sync.needed(self.version, self.base, ticket.iteration)
+            member.blocked = (ticket.number, needed)
         if self.sync.late == "drop" and ticket.stamp < self.version:
             raise Broken(
                 f"a gradient of version {ticket.stamp} is taken at version {self.version}: it is late"
             )
         self.pending.append((ticket.learner, ticket.number))
 
+    def _check_ticket(self, member: Member, ticket: Ticket) -> None:
+        """Compare iteration and damping with what the dial prescribes."""
+        if self.sync.lockstep:
+            iteration = max(member.iteration, self.version)
+            member.iteration = iteration + 1
+            if ticket.iteration != iteration:
+                raise Broken(
+                    f"a gradient of learner {ticket.learner} counts for iteration {ticket.iteration}, it is of {iteration}"
+                )
+        damping = self.sync.damping(self.version - ticket.stamp)
+        if abs(ticket.weight - damping) > 1e-9:
+            raise Broken(
+                f"a gradient of version {ticket.stamp} weighs {ticket.weight:g} at version {self.version}, "
+                f"{self.sync} says {damping:g}"
+            )
+
     def drop(self, decision: Drop) -> Gradient:
         self._not_short()
         ticket = decision.ticket
         self._of(ticket, "published", "dropped")
+        if ticket.learner in self.members:
+            self.members[ticket.learner].blocked = None
         late = self.sync.late == "drop" and ticket.stamp < self.version
         beyond = self.limit is not None and self.version + self.sync.delay >= self.limit
         if not late and not beyond:
@@ -159,6 +194,13 @@ class TableAccount:
             self._check_stamp(ticket)
         self._check_quorum(fold)
         self._check_factor(fold)
+        first = min(fold.tickets, key=lambda ticket: (-ticket.step, ticket.rank))
+        if (fold.leader.learner, fold.leader.number) != (first.learner, first.number):
+            raise Broken(
+                f"version {fold.version} goes by the options of learner {fold.leader.learner}, "
+                f"learner {first.learner} is furthest along"
+            )
+        self.staleness.update(self.version - ticket.stamp for ticket in fold.tickets)
         for key in keys:
             self.pending.remove(key)
             del self.gradients[key]
@@ -236,9 +278,12 @@ class TableAccount:
             raise Broken(
                 f"the dial changes to {sync} while {len(self.pending)} gradients wait for their fold"
             )
-        self.sync, self.base = sync, self.version
+        self.sync, self.base = DialRules(sync), self.version
         for member in self.members.values():
-            member.clock, member.rested, member.aware = 0, False, False
+            member.clock, member.passed_over, member.aware = 0, False, False
+            member.iteration = self.version
+            if member.blocked is not None:
+                member.blocked = (member.blocked[0], self.version)
 
     def release(self, release: Release) -> None:
         """It goes on."""
@@ -252,6 +297,8 @@ class TableAccount:
         gradient = self.gradients.get((release.learner, release.number))
         if gradient is not None and gradient.fate == "published":
             raise Broken(f"learner {release.learner} goes on before its ticket {release.number} is taken")
+        if member.blocked is not None and member.blocked[0] <= release.number:
+            member.blocked = None
         if not release.read:
             return
         if release.same and self.sums and release.version <= member.last:
@@ -284,13 +331,12 @@ class TableAccount:
 
     def _enters(self, release: Release) -> None:
         clocks = [self.members[learner].clock for learner in self.active()]
-        later = release.learner not in self.expected
         if self.version < self.warm and self.members:
             raise Broken(
                 f"learner {release.learner} begins at version {self.version}, the warm start goes to {self.warm}"
             )
         self.expected.discard(release.learner)
-        self.members[release.learner] = Member(release.version, min(clocks, default=0), rested=later)
+        self.members[release.learner] = Member(release.version, min(clocks, default=0))
 
     def _check_delay(self, release: Release, member: Member) -> None:
         number, iteration = member.took
@@ -302,11 +348,10 @@ class TableAccount:
             )
 
     def _check_slack(self, release: Release, member: Member) -> None:
-        """By the account's own clocks; who has rested since the dial began counts from where the others were."""
-        if self.sync.slack is None or member.rested or release.same:
+        """Compare the clocks that were counted here, where they are certain."""
+        if self.sync.slack is None or member.passed_over or release.same:
             return
-        active = self.active()
-        others = [each.clock for who, each in self.members.items() if who in active and not each.rested]
+        others = [self.members[each].clock for each in self.active() if not self.members[each].passed_over]
         if others and member.clock > min(others) + self.sync.slack:
             raise Broken(
                 f"learner {release.learner} starts step {member.clock} under {self.sync}, the slowest has made {min(others)}"
@@ -318,15 +363,34 @@ class TableAccount:
         """No update that could be made is missing."""
         self._not_short()
         self._uncrossing = False
-        if self.expected or not self.pending or self._full:
+        if self.expected or self._full:
             return
         if self.sync.lockstep:
             ready = {key[0] for key in self.pending if self.gradients[key].iteration == self.version}
             if ready and not self.active() - ready:
                 raise Broken(f"all have published for version {self.version + 1}, and it is not made")
-        elif len(self.pending) >= self.quorum():
+        elif self.pending and len(self.pending) >= self.quorum():
             raise Broken(
                 f"{len(self.pending)} gradients wait, the quorum of version {self.version + 1} is {self.quorum()}"
+            )
+        self._check_blocked()
+
+    def _check_blocked(self) -> None:
+        """Refuse a learner that waits although its version exists and it is not too far ahead."""
+        if self.finishing:
+            return
+        clocks = [self.members[learner].clock for learner in self.active()]
+        for learner, member in self.members.items():
+            if member.blocked is None or member.blocked[1] > self.version:
+                continue
+            if self.sync.slack is not None:
+                if any(each.passed_over for each in self.members.values()):
+                    continue
+                if member.clock > min(clocks, default=0) + self.sync.slack:
+                    continue
+            raise Broken(
+                f"learner {learner} waits with ticket {member.blocked[0]} at version {self.version}, "
+                f"{self.sync} lets it go on"
             )
 
     def bounded(self, slots: int, *, promised: bool) -> None:

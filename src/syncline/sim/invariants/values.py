@@ -7,7 +7,7 @@ of them. Folds are recomputed for plain SGD; under other optimizers the shards' 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate, Options
 from syncline.table.shard import Shard
 
-KEPT = 64  # versions
+KEPT = 64  # versions, at least
 TOLERANCE = 1e-4
 
 Key = tuple[int, int]
@@ -29,13 +29,21 @@ class Values:
     """Gradients, weights and logs of one table."""
 
     def __init__(
-        self, layout: Layout, template: OptimizerTemplate, weights: Sequence[Tensor], version: int, clip: bool
+        self,
+        layout: Layout,
+        template: OptimizerTemplate,
+        weights: Sequence[Tensor],
+        version: int,
+        clip: bool,
+        readable: int = 0,
     ) -> None:
+        """Follow a table from this version on; shards keep that many versions `readable`."""
         self.layout = layout
         one = template.kind is torch.optim.SGD and len(template.options) == 1
         more = ("momentum", "weight_decay", "nesterov", "maximize")  # a plain step is lr times the mean
         self.plain = one and not clip and not any(template.options[0].get(name) for name in more)
-        self._newest = self.version = version
+        self._newest = self._oldest = self.version = version
+        self._kept = max(KEPT, readable)
         self._weights = {version: [segment.clone() for segment in weights]}
         self._made = {version: set(range(layout.shards))}  # version -> shards that have it
         self._gradients: dict[Key, list[Tensor]] = {}
@@ -60,12 +68,15 @@ class Values:
     def forget(self, learner: int, number: int) -> None:
         self._gradients.pop((learner, number), None)
 
-    def folded(self, fold: Fold, weights: Sequence[int], options: Callable[[], Options]) -> None:
-        """Compute what the next version must be, from its gradients and what each weighs in their mean."""
+    def folded(self, fold: Fold, weights: Sequence[int], options: Options) -> None:
+        """Compute the next version from its gradients and the weight of each in their mean.
+
+        The account of the table has checked the fold's factor and weights.
+        """
         before = self._weights[self._newest]
         after = [segment.clone() for segment in before]
         if self.plain and not self._put:
-            rate = float(options()[0]["lr"]) * fold.factor
+            rate = float(options[0]["lr"]) * fold.factor
             for ticket, weight in zip(fold.tickets, weights, strict=True):
                 share = rate * weight * ticket.weight / sum(weights)
                 for mine, theirs in zip(after, self._gradients[ticket.learner, ticket.number], strict=True):
@@ -74,8 +85,9 @@ class Values:
             self.forget(ticket.learner, ticket.number)
         self._newest = fold.version
         self._weights[fold.version], self._made[fold.version] = after, set()
-        self._weights.pop(fold.version - KEPT, None)
-        self._made.pop(fold.version - KEPT, None)
+        while self._oldest <= fold.version - self._kept and self._made_by_all(self._oldest):
+            del self._weights[self._oldest], self._made[self._oldest]
+            self._oldest += 1
 
     # -- shards ------------------------------------------------------------------------------------------
 
@@ -106,8 +118,11 @@ class Values:
                 )
             mine.copy_(theirs)
         self._made[version].add(index)
-        if len(self._made[version]) == self.layout.shards:
+        if self._made_by_all(version):
             self._put = False
+
+    def _made_by_all(self, version: int) -> bool:
+        return len(self._made[version]) == self.layout.shards
 
     def read(self, learner: int, version: int, weights: Sequence[Tensor]) -> None:
         """What a learner takes over must be this version, whole."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from syncline.ports import ServerPort
 from syncline.protocols.epoch_positions import End, EpochDone, Grant
 from syncline.protocols.meetings import Met, Uncross
 from syncline.protocols.sequence import Change, Drop, Fold, Take
+from syncline.protocols.staleness import Staleness
 from syncline.protocols.waiting import Release
 from syncline.roles.server import ServerRole
 from syncline.sim.invariants.loader_accounts import Broken, FeedAccount, StreamAccount
@@ -87,9 +88,9 @@ class Watch:
             used.append((made.loader, made.upto))
         usage = [(loader, span) for loader, upto in used for span in self._feeds[loader].used(learner, upto)]
         table, lane = self._tables[made.table], self._world.lanes[made.table, learner]
-        table.published(learner, made.number, Gradient(made.stamp, made.step, usage))
-        table.bounded(len(lane.slots), promised=self._world.workshop is not None)
         slot = lane.slots[lane.numbers.index(made.number)]
+        table.published(learner, made.number, Gradient(made.stamp, made.step, usage, slot.read_options()))
+        table.bounded(len(lane.slots), promised=self._world.workshop is not None)
         present = [True] * len(slot.gradients) if made.full else [bool(has) for has in slot.mask.tolist()]
         self._values[made.table].published(learner, made.number, slot.gradients, present)
 
@@ -154,7 +155,12 @@ class Watch:
             for entry, view in enumerate(make.layout.parameters.views(first)):
                 view.copy_(content.values[entry])
         self._values[make.table] = Values(
-            make.layout, template, first, make.account.version, make.clip_norm is not None
+            make.layout,
+            template,
+            first,
+            make.account.version,
+            make.clip_norm is not None,
+            self._world.spec.plan.kept,
         )
         self._cut_short |= make.limit is not None
 
@@ -183,7 +189,7 @@ class Watch:
             elif isinstance(decision, Met):  # who was in a meeting is there again
                 for learner in decision.learners:
                     self._resting.pop(learner, None)
-                    self._roused(learner)
+                self._roused(*decision.learners)
             elif isinstance(decision, Uncross):
                 self._touched.add(decision.table)
                 self._tables[decision.table].uncross()
@@ -205,12 +211,8 @@ class Watch:
 
     def _fold(self, number: int, table: TableAccount, fold: Fold) -> None:
         gradients = table.fold(fold)
-        role = self._world.servers[0].role
-        self._values[number].folded(
-            fold,
-            [gradient.weight for gradient in gradients],
-            lambda: role.replay.options(number, *role.leader.named(number, fold.leader)),
-        )
+        options = gradients[fold.tickets.index(fold.leader)].options
+        self._values[number].folded(fold, [gradient.weight for gradient in gradients], options)
         for ticket, gradient in zip(fold.tickets, gradients, strict=True):
             self._settled(gradient, f"in version {fold.version}")
             counted = [span for each, span in gradient.usage if isinstance(self._feeds[each], FeedAccount)]
@@ -232,10 +234,10 @@ class Watch:
             del self._resting[decision.learner]
             self._roused(decision.learner)
 
-    def _roused(self, learner: int) -> None:
+    def _roused(self, *learners: int) -> None:
         self._touched.update(self._tables)
         for table in self._tables.values():
-            table.roused(learner)
+            table.roused(*learners)
 
     def carried_out(self, shard: int, entry: Entry) -> None:
         if not isinstance(entry, Leave):
@@ -293,8 +295,16 @@ class Watch:
                         f"table {number}: the run says version, gradients, dropped, pending, examples {theirs}, "
                         f"counted were {mine}"
                     )
-                if said.staleness.gradients != table.folded:
-                    raise Broken(f"staleness of {said.staleness.gradients} of {table.folded} gradients")
+                self._check_staleness(number, said.staleness, table.staleness)
+
+    def _check_staleness(self, number: int, said: Staleness, counted: Counter[int]) -> None:
+        count, total = counted.total(), sum(sigma * times for sigma, times in counted.items())
+        mine = (count, total / count if count else 0.0, max(counted, default=0), dict(counted))
+        theirs = (said.gradients, said.mean, said.max, said.histogram)
+        if mine != theirs:
+            raise Broken(
+                f"table {number}: the run says of staleness gradients, mean, max, histogram {theirs}, counted were {mine}"
+            )
 
 
 class WatchedRole(ServerRole):

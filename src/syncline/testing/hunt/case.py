@@ -44,6 +44,9 @@ LOOPS = (
 POLICIES = ("ledger", "partition", "sample")
 JITTERS = ("none", "uniform:0.5", "lognormal:0.5", "exponential:0.5", "pareto:1")
 OPTIONS = ("seed", "sync", "learners", "shards", "script")  # fields that the command has options for
+# One case in so many is long, with a learner that the others outrun, under dials that let them run far ahead.
+ONE_LONG, LONG, SLOW = 100, 1000, 0.01
+FAR = {"delayed:1": "delayed:100", "delayed:3": "delayed:300", "ssp:2": "ssp:300"}
 FLAGS = {"true": True, "false": False}
 
 
@@ -155,8 +158,33 @@ def random_case(seed: int, sync: str, *, learners: int | None = None, shards: in
     count = draw.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = [f"{_random_fault(draw, case)} at {_random_moment(draw, case)}" for _ in range(count)]
     case = replace(case, script="; ".join(faults), late=draw.random() < 0.5)
+    far = random.Random(f"{seed}/{sync}/far")
+    if far.randrange(ONE_LONG) == 0:
+        case = _long(case, far)
     planted = random.Random(f"{seed}/{sync}/tree")  # its own: the others stay the same
     return _over_a_tree(case, planted) if planted.random() < 0.2 and _on_sums(sync) else _with_nodes(case)
+
+
+def _long(case: Case, draw: random.Random) -> Case:
+    """Make a case of many updates and few faults, in which one learner is a hundred times slower."""
+    case = replace(
+        case,
+        sync=FAR.get(case.sync, case.sync),
+        learners=max(2, case.learners),
+        # In lockstep epochs begin for all at once: without a loader a learner runs as far ahead as the dial says.
+        loop="bare" if case.sync in FAR else draw.choice(("train", "own", "bare")),
+        steps=LONG,
+        warmstart=0,
+        checkpoint_every=None,
+    )
+    speeds = [1.0] * case.learners
+    speeds[draw.randrange(case.learners)] = SLOW
+    faults = [
+        f"{_random_fault(draw, case)} at version {draw.randrange(1, LONG)}"
+        for _ in range(draw.choice((0, 0, 1)))
+    ]
+    cluster = f"equal:latency=0.01,setup=0.01,speeds={'/'.join(f'{speed:g}' for speed in speeds)}"
+    return replace(case, cluster=cluster, script="; ".join(faults), late=False)
 
 
 def _on_sums(sync: str) -> bool:

@@ -39,7 +39,10 @@ from syncline.sim.engine import Sim, World
 from syncline.sim.simulation import Simulation
 from syncline.testing.hunt.case import Case
 
-MOST_EVENTS = 60_000  # a run of the hunt has a few thousand
+MOST_EVENTS, MOST_OF_STEP = (
+    60_000,
+    200,
+)  # a run of the hunt has a few thousand, or some tens for each of its updates
 WIDTH = 70  # parameters of a layer: two shards' worth of the smallest cut
 SHARED = "/dev/shm"  # checkpoints need not survive the machine here
 PREFIX = "syncline-hunt-"
@@ -114,7 +117,7 @@ def run(case: Case, *, check: bool = True) -> Outcome:
     def prepare(world: World) -> None:
         assert isinstance(world, Simulation)
         if world.watch is not None:
-            world.watch.most = MOST_EVENTS
+            world.watch.most = MOST_EVENTS + MOST_OF_STEP * (case.steps or 0)
         if case.late:
             world.delay_bulk()
 
@@ -268,10 +271,10 @@ OWN_LOOPS: dict[str, Callable[[Session, Case], None]] = {"own": _own, "odd": _od
 
 @torch.no_grad()
 def _gradient(model: Tiny, batch: Tensor) -> None:
-    """Of these examples, and of the weights it is computed on."""
+    """Set a gradient that depends on the examples, and so little on the weights that hundreds of stale steps stay finite."""
     where = (batch * 13) % WIDTH
     model.a.grad = torch.zeros(WIDTH).index_add_(0, where, torch.ones(len(batch))) + 0.01 * model.a
-    model.b.grad = torch.full((2, 3), float(batch.sum() % 7)) - model.b
+    model.b.grad = torch.full((2, 3), float(batch.sum() % 7)) + 0.01 * model.b
     assert isinstance(model.seen, Tensor)
     model.seen += 1
 

@@ -27,7 +27,7 @@ TRIES = 300
 # What a case is better without: as usual, it is plainer.
 EXTRAS: tuple[str, ...] = ("cluster", "clip", "warmstart", "policy", "replace", "checkpoint_every", "steps")
 EXTRAS += ("loop", "shards", "fan_in")
-SIZES = {"epochs": 1, "learners": 1, "examples": 1, "batch_size": 1, "shards": 1, "warmstart": 0}
+SIZES = {"steps": 1, "epochs": 1, "learners": 1, "examples": 1, "batch_size": 1, "shards": 1, "warmstart": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,8 @@ def _sizes(case: Case) -> Iterator[dict[str, Any]]:
         yield {name: getattr(usual, name)}
     for name, least in SIZES.items():
         value = getattr(case, name)
+        if value is None:
+            continue
         for smaller in dict.fromkeys((least, (least + value) // 2, value - 1)):
             if least <= smaller < value:
                 yield {name: smaller}

@@ -226,7 +226,7 @@ def test_over_a_tree_a_gradient_lies_where_the_leaf_reads_it_and_the_leaf_frees_
 ) -> None:
     world = World(monkeypatch, leaves=3)
     world.desk.words[LEAF] = 2
-    assert world.publish(1) == 0 and not world.heard() and world.desk.gradients.written == 1
+    assert world.publish(1) == 0 and not world.heard() and world.lane.outbox.written == 1
     assert [rung(bell) for bell in (world.shard_bell, *world.leaves)] == [False, False, False, True]
     world.lane.passed.free(0, 0, 1)
     assert world.publish(2) == 0

@@ -115,18 +115,16 @@ def test_a_mailbox_takes_as_much_as_it_says_each_way_and_its_words_stay() -> Non
     desk.words[WAITS], desk.words[LEAF] = 1, 3
     assert [desk.notes.push(NOTE) for _ in range(DESK_NOTES + 1)] == [True] * DESK_NOTES + [False]
     assert [desk.portions.push((0, n, 0, 0, 0, 0)) for n in range(DESK_PORTIONS + 1)][-2:] == [True, False]
-    for _ in range(DESK_NOTES):
-        desk.gradients.push(NOTE)
     assert (desk.words[WAITS], desk.words[LEAF]) == (1, 3)
     assert GRADIENTS * 8 < Mailbox.nbytes() <= region.nbytes
     assert [desk.portions.pop()[1] for _ in range(DESK_PORTIONS)] == list(range(DESK_PORTIONS))  # type: ignore[index]
-    assert desk.notes.pop() == NOTE == desk.gradients.read(DESK_NOTES - 1)
+    assert desk.notes.pop() == NOTE
 
 
 def test_whoever_looks_at_a_mailbox_from_outside_sees_notes_gradients_and_whether_it_waits() -> None:
     region = Region(Mailbox.nbytes())
     desk = Mailbox(region)
     assert Mailbox.heard(region) == (0, False)
-    desk.notes.push(NOTE), desk.notes.push(NOTE), desk.gradients.push(NOTE)
-    desk.words[WAITS] = 1
+    desk.notes.push(NOTE), desk.notes.push(NOTE)
+    desk.words[WAITS] = desk.words[GRADIENTS] = 1
     assert Mailbox.heard(region) == (3, True)

@@ -13,7 +13,7 @@ from syncline import messages as m
 from syncline.engines.local import tree_node
 from syncline.engines.local.record_codec import Whole, encode, encode_answer
 from syncline.engines.local.shared_memory import Region, WakeUp
-from syncline.engines.local.table_memory import Geometry, Lane, Mailbox
+from syncline.engines.local.table_memory import Geometry, Lane
 from syncline.engines.local.tree_node import PARTS, LocalNode, NodeDesk, NodeEnd, NodeSpec, run_node
 from syncline.messages.to_leader import Gradient
 from syncline.messages.to_tree_nodes import Counted, Refused, Taken
@@ -35,27 +35,35 @@ class Learner:
 
     def __init__(self, learner: int) -> None:
         self.learner, self.bell = learner, WakeUp()
-        self.desk_region, self.lane_region = (
-            Region(Mailbox.nbytes()),
-            Region(Lane.nbytes(LAYOUT, slots=SLOTS)),
-        )
-        self.desk, self.lane = Mailbox(self.desk_region), Lane(self.lane_region, LAYOUT, slots=SLOTS)
+        self.lane_regions = [Region(Lane.nbytes(LAYOUT, slots=SLOTS)) for _ in range(2)]  # by table
+        self.lanes = [Lane(region, LAYOUT, slots=SLOTS) for region in self.lane_regions]
+        self.lane = self.lanes[0]
 
     def publish(
-        self, number: int, value: float, *, examples: int = 1, slot: int = 0, present: tuple[int, ...] = ()
+        self,
+        number: int,
+        value: float,
+        *,
+        table: int = 0,
+        examples: int = 1,
+        slot: int = 0,
+        present: tuple[int, ...] = (),
     ) -> None:
-        for segment in self.lane.slots[slot].segments:
+        lane = self.lanes[table]
+        for segment in lane.slots[slot].segments:
             segment.fill_(value)
-        self.lane.slots[slot].write_options(b"options of %d" % self.learner)
+        lane.slots[slot].write_options(b"options of %d" % self.learner)
         if present:
-            self.lane.slots[slot].mask.copy_(torch.tensor(present, dtype=torch.uint8))
-        said = Gradient(0, number, 0, 0, examples, 0, 1, 0, not present, False, b"", 0.5)
-        self.desk.gradients.push(encode(said, slot))
+            lane.slots[slot].mask.copy_(torch.tensor(present, dtype=torch.uint8))
+        said = Gradient(table, number, 0, 0, examples, 0, 1, 0, not present, False, b"", 0.5)
+        lane.outbox.push(encode(said, slot))
 
     def joins(self) -> list[Any]:
         """What its leaf is told."""
-        lane = (LocalNode.add_lane, self.learner, 0, LAYOUT, again(self.lane_region))
-        return [(LocalNode.add_child, self.learner, again(self.desk_region), WakeUp(), self.learner), lane]
+        return [(LocalNode.add_child, self.learner, None, WakeUp(), self.learner), self.lane_of(0)]
+
+    def lane_of(self, table: int) -> tuple[Any, ...]:
+        return LocalNode.add_lane, self.learner, table, LAYOUT, again(self.lane_regions[table])
 
     def passed(self, number: int, slot: int = 0) -> bool:
         return self.lane.passed.freed(slot, number)
@@ -208,6 +216,29 @@ def test_a_refused_sum_goes_again_without_what_counts_already(monkeypatch: pytes
         assert one.passed(1) and not two.passed(1)
         numbers, whole, values = world.up() or ([], None, [])
         assert (numbers, values) == ([(2, 1)], [4.0]) and whole is not None and whole.number == 2
+
+    world.lives(monkeypatch, story())
+
+
+def test_a_leaf_that_takes_a_learner_over_finds_the_gradients_of_all_its_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, one = World(lockstep=False), Learner(1)
+    second = Region(Lane.nbytes(LAYOUT, slots=SUMS))
+    for table in (0, 1):
+        for slot in range(SLOTS):
+            one.publish(1 + slot, 1.0, table=table, slot=slot)
+    world.post.letters += [(LocalNode.add_table, 1, LAYOUT, second, False), *one.joins(), one.lane_of(1)]
+
+    def story() -> Iterator[None]:
+        yield from world.settle()
+        found = set()
+        for _ in range(2 * SLOTS):
+            if (sum_ := world.up()) is not None:
+                found |= {(sum_[1].table, number) for _, number in sum_[0]}
+                world.answer(Taken(sum_[1].table, sum_[1].number))
+            yield from world.settle()
+        assert found == {(0, 1), (0, 2), (1, 1), (1, 2)}
 
     world.lives(monkeypatch, story())
 

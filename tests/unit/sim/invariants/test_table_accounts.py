@@ -14,6 +14,7 @@ from syncline.messages import MakeTable
 from syncline.protocols.folding import Ticket
 from syncline.protocols.sequence import Change, Drop, Fold, Sequence, Take
 from syncline.protocols.waiting import Release
+from syncline.sim.invariants.dial_rules import DialRules
 from syncline.sim.invariants.loader_accounts import Broken
 from syncline.sim.invariants.table_accounts import Gradient, TableAccount
 
@@ -121,6 +122,22 @@ def test_what_the_protocol_decides_is_never_broken(
         sequence.gradients,
         sequence.dropped,
     )
+
+
+@given(
+    sync=st.sampled_from([*DIALS, "softsync:3", "backup:2", "delayed:7", "hardsync:reference_batch=32"]),
+    live=st.integers(1, 9),
+    gone=st.integers(0, 4),
+)
+def test_the_rules_of_a_dial_are_those_that_it_follows(sync: str, live: int, gone: int) -> None:
+    dial, initial = as_sync(sync), live + gone
+    rules = DialRules(dial)
+    assert (rules.quorum(live, initial), rules.factor(live, 4)) == (
+        dial.quorum(live, initial),
+        pytest.approx(dial.factor(live, 4)),
+    )
+    names = ("lockstep", "delay", "waits", "local", "weighs", "lead", "slack", "late", "rate")
+    assert all(getattr(rules, name) == getattr(dial, name) for name in names) and str(rules) == str(dial)
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------

@@ -27,11 +27,8 @@ class World(SmallWorld):
         super().__init__(sync=sync)
         table = self.open_table(1, 0, 1)
         self.watch = watch = Watch(self)  # type: ignore[arg-type]
-        leader = SimpleNamespace(
-            dispatcher=SimpleNamespace(standings=dict), named=lambda table, leader: (0, 1)
-        )
-        replay = SimpleNamespace(options=lambda *_: [{"lr": 0.0}])
-        self.servers = [SimpleNamespace(role=SimpleNamespace(leader=leader, replay=replay))]
+        leader = SimpleNamespace(dispatcher=SimpleNamespace(standings=dict))
+        self.servers = [SimpleNamespace(role=SimpleNamespace(leader=leader))]
         template: Any = SimpleNamespace(kind=None, options=[{}], of=OptimizerTemplate.of)
         made = {"table": 0, "layout": table.layout, "template": template, "dial": 0, "initial": {0: 0, 1: 1}}
         watch.told(m.MakeTable(**made, learners=2, warm=0, batch_size=4, limit=limit, clip_norm=None))
@@ -47,6 +44,7 @@ class World(SmallWorld):
     def publish(self, learner: int, number: int = 1, **given: Any) -> Ticket:
         lane = self.lanes[0, learner]
         lane.numbers[0] = number
+        lane.slots[0].write_options(b'[{"lr": 0.0}]')
         said = gradient(number, **({"loader": 0, "upto": number, "examples": 4} | given))
         self.watch.posted(learner, said)
         return Ticket(learner, learner, number, said.stamp, said.step, said.examples)
@@ -55,6 +53,8 @@ class World(SmallWorld):
         for ticket in tickets:
             self.watch.decided(0, Take(ticket))
         self.watch.decided(0, Fold(version, tickets, tickets[0], 1.0))
+        for ticket in tickets:
+            self.watch.decided(0, Release(ticket.learner, ticket.number, version))
 
     def end(self, **counted: int) -> None:
         """The run says this of itself."""

@@ -1,4 +1,4 @@
-"""The fault hunt: it finds nothing in the protocols as they are, and everything that is planted in them."""
+"""Test that the fault hunt finds nothing in the protocols, and every bug that is planted in them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pytest
 
 from syncline.dial import Sync
 from syncline.messages.log import Change, Entry
+from syncline.protocols import sequence
 from syncline.protocols.epoch_positions import EpochPositions
 from syncline.protocols.folding import Folding, Ticket
 from syncline.protocols.ledger import Ledger
 from syncline.protocols.meetings import Meetings
 from syncline.protocols.membership import Members
 from syncline.protocols.sequence import Sequence
+from syncline.protocols.staleness import StalenessClock
 from syncline.protocols.waiting import Gate, Release
 from syncline.roles.counters import Counters
 from syncline.roles.server import LogApplier
@@ -103,7 +105,78 @@ def drop_without_counting(patch: Patch) -> None:
 def quorum_of_the_first_learners(patch: Patch) -> None:
     """Quorums do not follow those that leave."""
     quorum = Sync.quorum
-    patch.setattr(Sync, "quorum", lambda self, present, initial: quorum(self, initial, initial))
+    patch.setattr(Sync, "quorum", lambda self, live, initial=None: quorum(self, initial or live, initial))
+
+
+def quorums_off_by(difference: int) -> Callable[[Patch], None]:
+    """Return a plant that folds this many gradients too many, within what learners can give."""
+
+    def plant(patch: Patch) -> None:
+        quorum = Sync.quorum
+
+        def wrong(self: Sync, live: int, initial: int | None = None) -> int:
+            return min(live, max(1, quorum(self, live, initial) + difference))
+
+        patch.setattr(Sync, "quorum", wrong)
+
+    plant.__name__ = f"quorums_off_by_{difference}"
+    return plant
+
+
+def held_back_a_step(patch: Patch) -> None:
+    """Let learners run s − 1 ahead only under ssp."""
+    opened = Gate.open
+
+    def open_(self: Gate, version: int) -> list[Release]:
+        slack = self._slack
+        self._slack = None if slack is None else max(0, slack - 1)
+        try:
+            return opened(self, version)
+        finally:
+            self._slack = slack
+
+    patch.setattr(Gate, "open", open_)
+
+
+def dropped_counts_as_folded(patch: Patch) -> None:
+    enter = Sequence._enter
+
+    def counts(self: Sequence, ticket: Ticket) -> Any:
+        dropped = self.dropped
+        decision = enter(self, ticket)
+        self.gradients += self.dropped - dropped
+        self.dropped = dropped
+        return decision
+
+    patch.setattr(Sequence, "_enter", counts)
+
+
+def staleness_of_the_oldest(patch: Patch) -> None:
+    """Count all gradients of an update with the staleness of its oldest."""
+    fold = StalenessClock.fold
+
+    def oldest(self: StalenessClock, version_before: int, stamps: Any) -> float:
+        found = list(stamps)
+        return fold(self, version_before, [min(found)] * len(found))
+
+    patch.setattr(StalenessClock, "fold", oldest)
+
+
+def options_of_the_lowest_rank(patch: Patch) -> None:
+    """Take an update's options from the lowest rank, not from the learner furthest along."""
+    patch.setattr(sequence, "leader", lambda tickets: min(tickets, key=lambda ticket: ticket.rank))
+
+
+def gradients_in_flight_are_forgotten(patch: Patch) -> None:
+    """Keep the options of the last 64 gradients of a learner only."""
+    take = LogApplier._take
+
+    def forgets(self: LogApplier, entry: Any) -> None:
+        take(self, entry)
+        for taken in self._taken.values():
+            taken.pop((entry.learner, entry.number - 64), None)
+
+    patch.setattr(LogApplier, "_take", forgets)
 
 
 def remember_the_dead(patch: Patch) -> None:
@@ -112,7 +185,7 @@ def remember_the_dead(patch: Patch) -> None:
 
     def stays(self: Members, learner: int) -> Any:
         member = leave(self, learner)
-        if member is not None and len(self):
+        if member is not None and self.live:
             self.live[learner] = member
         return member
 
@@ -276,6 +349,13 @@ PLANTED: list[tuple[Callable[[Patch], None], tuple[str, ...]]] = [
     (go_on_before_the_fold, ("hardsync",)),
     (drop_without_counting, ("backup:1",)),
     (quorum_of_the_first_learners, ("softsync:1",)),
+    (quorums_off_by(1), ("softsync:2", "backup:1")),
+    (quorums_off_by(-1), ("softsync:1", "backup:1")),
+    (held_back_a_step, ("ssp:2",)),
+    (dropped_counts_as_folded, ("backup:1",)),
+    (staleness_of_the_oldest, ("softsync:1",)),
+    (options_of_the_lowest_rank, ("softsync:1",)),
+    (gradients_in_flight_are_forgotten, ("delayed:1", "delayed:3")),
     (remember_the_dead, ("hardsync",)),
     (done_when_taken, ("softsync:1", "delayed:3")),
     (a_shard_that_skips, ("hardsync until 1 then softsync:1",)),
@@ -307,6 +387,16 @@ def test_a_planted_bug_is_found_and_shortened(
     assert len(found.case.script.split(";")) <= max(2, len(found.drawn.script.split(";")) // 2)
     monkeypatch.undo()
     assert play(found.case) is None  # and nothing without the bug
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_a_wrong_quorum_breaks_an_invariant(difference: int, monkeypatch: Patch) -> None:
+    """Plant an error in the dial, which the account must not ask."""
+    case = Case(sync="softsync:2,rate=given", learners=4, examples=40)
+    assert play(case) is None
+    quorums_off_by(difference)(monkeypatch)
+    failure = play(case)
+    assert failure is not None and "quorum" in failure.text
 
 
 # -- shortening --------------------------------------------------------------------------------------------
