@@ -160,10 +160,15 @@ def test_the_live_display_and_plain_lines(name: str) -> None:
     assert harmless(re.sub(r"\x1b\[\??[0-9]*[A-Za-z]|\r", "", out.getvalue())), "but for the cursor's way"
     record = RunRecord(Path("run"))
     lines = Terminal(file=(plain := io.StringIO()), width=100)
-    with ProgressDisplay(record, name, console=lines).shown():
-        for line in lines_of(name):
+    record.feed(lines_of(name)[0])
+    with ProgressDisplay(record, name, console=lines).shown(live=False):
+        for line in lines_of(name)[1:]:
             record.feed(line)
     assert harmless(plain.getvalue())
+    notebook = Terminal(record=True, width=100, file=io.StringIO(), force_jupyter=False)
+    notebook.print(panel(record, note=name))
+    html = notebook.export_html(inline_styles=True)
+    assert harmless(html) and "<script" not in html
     assert sum(line.startswith("epoch ") for line in plain.getvalue().splitlines()) == 2
 
 
