@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,8 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import syncline as sl
+from syncline.engines.local.control_channel import Channel
+from syncline.engines.local.shared_memory import Region, WakeUp
 from syncline.errors import LostError, UsageError
 from tests.integration.small_runs import alive
 from tests.ready_python import ReadyPython
@@ -537,3 +541,35 @@ def resident(pid: int) -> dict[str, int]:
     """Bytes by kind, as the kernel sums them up."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
+
+
+def one_step_or_more(session: sl.Session, gate: Path) -> None:
+    """Step once; rank 0 goes on until the gate is there."""
+    model = nn.Linear(2, 1)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.1))
+    while True:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if session.rank or gate.exists():
+            return
+        time.sleep(0.01)
+
+
+def test_the_caller_holds_no_channel_and_no_memory_of_learners_that_have_left(tmp_path: Path) -> None:
+    def held() -> Counter[str]:
+        gc.collect()
+        kinds = {Channel, Region, WakeUp}
+        return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
+
+    def left() -> int:
+        return sum(each.state == "returned" for each in run.statistics().processes)
+
+    run = launch(one_step_or_more, tmp_path / "gate", learners=1, sync="async", wait=False)
+    allowed = Counter[str]()
+    for came in (2, 4, 6, 8):
+        run.add_learners(2)
+        until(lambda came=came: left() == came, f"{came} learners that have returned")  # type: ignore[misc]
+        allowed = allowed or held()
+    until(lambda: held() <= allowed, "what the caller held of the last six is freed")
+    (tmp_path / "gate").touch()
+    assert len(run.wait(HANG).returned) == 9

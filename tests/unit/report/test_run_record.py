@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from syncline.errors import UsageError
-from syncline.report.run_record import MOST_SAMPLES, RunRecord, better, judged, read_run
+from syncline.report.run_record import ENDED, MOST_SAMPLES, RunRecord, better, judged, learners_of, read_run
 from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, event, start, statistics, whole
 
 
@@ -86,6 +86,12 @@ def test_the_record_stays_small() -> None:
     record = fed([start(), *(statistics(float(n), version=n) for n in range(3 * MOST_SAMPLES))])
     assert len(record.samples) <= MOST_SAMPLES
     assert record.samples[0]["version"] == 0 and record.samples[-1]["version"] == 3 * MOST_SAMPLES - 1
+
+
+def test_a_learner_that_has_ended_is_in_the_newest_statistics_only() -> None:
+    states = ("computing", *ENDED)
+    record = fed([start(), *(statistics(float(n), version=n, states=states) for n in range(9))])
+    assert [len(learners_of(sample)) for sample in record.samples] == [1] * 8 + [len(states)]
 
 
 DAMAGE: list[dict[str, Any]] = [

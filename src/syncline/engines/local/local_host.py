@@ -330,6 +330,7 @@ class LocalHost(Host):
         self._seats.forget(learner)
         if process is not None and process.bell is not None:
             process.bell.close()
+            process.bell = None
 
     def initialise(self, learner: int, message: m.Initialise) -> None:
         region = self._table(message.table, message.layout)

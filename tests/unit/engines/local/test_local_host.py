@@ -181,11 +181,8 @@ def test_of_a_learner_that_left_nothing_stays() -> None:
     learner, spec = machine.learner(), machine.children.spec_of("learner")
     machine.make_table()
     machine.host.forget(1)
-    assert (spec.desk.fd, spec.bell.fd, learner.bell.fd) == (
-        -1,
-        -1,
-        -1,
-    ) and machine.host.vitals().learners == {}
+    assert (spec.desk.fd, spec.bell.fd, learner.bell) == (-1, -1, None)
+    assert machine.host.vitals().learners == {}
     machine.host.reply(1, m.Stale())  # to nobody
     assert not machine.told("learner", m.Stale)
 
