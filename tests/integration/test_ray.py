@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.testing.leftovers import children
 from tests.integration.small_runs import alive, check_accounts, kinds, same
+from tests.integration.value_runs import DIALS, check, loop
 
 ray = pytest.importorskip("ray")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -97,6 +98,16 @@ def test_a_tree_on_two_nodes_gives_the_bits_of_local_and_counts_every_gradient(a
     check_accounts(free)
     assert free.gradients == 2 * 15 and free.dropped == 0
     assert free.statistics.tables[0].examples == 2 * 120
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["servers:2", "tree:2,servers=2", "tree:2,broadcast,servers=2"])
+@pytest.mark.parametrize("dial", [*DIALS, "backup:1"])
+def test_final_weights_are_those_of_a_sequential_reference(dial: str, topology: str, address: str) -> None:
+    if dial == "backup:1" and "tree" in topology:
+        pytest.skip("refused")
+    check(dial, topology, sl.Ray(nodes=2), loop(dial), learners=4)
 
 
 def where(session: sl.Session) -> int:

@@ -141,6 +141,27 @@ def test_the_same_script_with_and_without_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "run-0" / "events.jsonl").exists() and not (tmp_path / "run-1").exists()
 
 
+VALUES = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from tests.integration.value_runs import Loop, check
+
+for dial in ("hardsync", "delayed:1", "delayed:auto<=2", "hardsync until 1 then delayed:1"):
+    for topology in ("allreduce", "allreduce:layerwise"):
+        check(dial, topology, "local", Loop(size=71), learners=3)
+        print("right", dial, topology)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_final_weights_are_those_of_a_sequential_reference(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    run = torchrun("--standalone", "--nproc-per-node=3", script(tmp_path, VALUES), tmp_path, root)
+    (output,) = finish(run)
+    assert run.returncode == 0 and output.count("right") == 3 * 8, output
+
+
 @pytest.mark.long
 def test_several_nodes(tmp_path: Path) -> None:
     path = script(tmp_path, HEAD, TRAIN)

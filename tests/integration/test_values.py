@@ -14,32 +14,10 @@ from torch.optim import SGD, AdamW
 import syncline as sl
 from syncline.cluster import Cluster, Link
 from syncline.testing import Nodes
-from tests.integration.value_runs import Loop, check
+from tests.integration.value_runs import DIALS, WHOLE, check, loop
 
-LOCKSTEP = ["hardsync", "delayed:1", "delayed:2", "hardsync until 1 then delayed:1"]
-WHOLE = [
-    "async:rate=given",
-    "ssp:2",
-    "downpour:push=1,fetch=2,local_lr=0.1",
-    "downpour:push=2,fetch=2,local_lr=0.1",
-]  # at the full rate
-FREE = [
-    *WHOLE,
-    "softsync:1",
-    "softsync:2",
-    "softsync:2,rate=given",
-    "async",
-    "ssp:1,rate=share",
-    "hardsync until 1 then softsync:2",
-]
-DIALS = [*LOCKSTEP, *FREE]
 TREES = ["tree:2,servers=2", "tree:4,servers=1", "tree:2,broadcast,servers=1"]
 BUSY = Cluster(card=Link(latency=1.0), speeds=(1.0, 0.9, 0.8, 0.7))  # sums grow while others are under way
-
-
-def loop(dial: str, **given: Any) -> Loop:
-    """Gradients of unequal numbers of examples; pushes are so already, and what is stepped after a loop is not pushed in time."""
-    return Loop(size=62, uneven="push" not in dial, **given)
 
 
 @pytest.mark.parametrize("topology", ["servers:2", *TREES])

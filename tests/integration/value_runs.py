@@ -26,6 +26,24 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 TOLERANCE = 1e-5  # relative
 PLAIN = partial(SGD, lr=1.0)
 
+LOCKSTEP = ["hardsync", "delayed:1", "delayed:2", "hardsync until 1 then delayed:1"]
+WHOLE = [
+    "async:rate=given",
+    "ssp:2",
+    "downpour:push=1,fetch=2,local_lr=0.1",
+    "downpour:push=2,fetch=2,local_lr=0.1",
+]  # at the full rate
+FREE = [
+    *WHOLE,
+    "softsync:1",
+    "softsync:2",
+    "softsync:2,rate=given",
+    "async",
+    "ssp:1,rate=share",
+    "hardsync until 1 then softsync:2",
+]
+DIALS = [*LOCKSTEP, *FREE]
+
 Clocks = list[tuple[int, int, int]]  # version, rank, stamp of every gradient, in the order of the folds
 Factory = Callable[..., torch.optim.Optimizer]
 
@@ -92,6 +110,11 @@ class Loop:
                 gathered = []
         if gathered:
             yield torch.cat(gathered), weight
+
+
+def loop(dial: str, **given: Any) -> Loop:
+    """Gradients of unequal numbers of examples; pushes are so already, and what is stepped after a loop is not pushed in time."""
+    return Loop(size=62, uneven="push" not in dial, **given)
 
 
 def run(
