@@ -36,7 +36,7 @@ x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 data = x, (x.sum(1) > 0).long()
 train = partial(
     sl.train, nn.Linear(4, 2), data, loss=F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1),
-    learners=2, batch_size=8, threads=1,
+    sync="hardsync", learners=2, batch_size=8, threads=1,
 )
 """
 
@@ -52,7 +52,7 @@ def test_plain_lines_go_to_stderr_and_the_result_has_few_lines(tmp_path: Path) -
     done = run_ready([path], timeout=110, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("first: Linear (10 parameters) · softsync:1 · 2 learners × batch 8 · 3 epochs")
+    assert lines[0].startswith("first: Linear (10 parameters) · hardsync · 2 learners × batch 8 · 3 epochs")
     assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == [
         "epoch 1/3",
         "epoch 2/3",
@@ -83,7 +83,7 @@ print(sl.launch(learner, learners=1).returned)
 
 
 def test_one_rank_of_torchrun_shows(tmp_path: Path) -> None:
-    path = script(tmp_path, "train(epochs=1, sync='hardsync', topology='allreduce', learners=2)")
+    path = script(tmp_path, "train(epochs=1, topology='allreduce', learners=2)")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

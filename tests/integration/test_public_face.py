@@ -8,6 +8,7 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,9 +126,9 @@ def test_the_logger_reports_epochs_checkpoints_losses_and_resumes(
 ) -> None:
     assert any(isinstance(each, logging.NullHandler) for each in logging.getLogger("syncline").handlers)
     caplog.set_level(logging.INFO, logger="syncline")
-    run = start(points(64), "kill learner 1 at version 4", replace=True, run_dir=tmp_path / "first")
-    version = run.wait().version
-    start(points(64), resume=tmp_path / "first", epochs=3).wait()
+    options: dict[str, Any] = {"replace": True, "epochs": 12, "run_dir": tmp_path / "first"}
+    version = start(points(64), "kill learner 1 at version 4", **options).wait().version
+    start(points(64), resume=tmp_path / "first", epochs=13).wait()
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert {name for record in caplog.records if (name := record.name) != "syncline"} == set()
 

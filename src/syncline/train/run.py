@@ -165,7 +165,7 @@ class _Standing:
 
     def __call__(self, record: Any) -> None:
         if isinstance(record, EpochRecord):
-            self.epochs = record.epoch + 1
+            self.epochs = max(self.epochs, record.epoch + 1)  # epochs need not end in order
         elif isinstance(record, Event) and record.kind == "begun anew":
             self.alive = set(range(self._began_with))
         elif isinstance(record, Event) and record.rank is not None:
