@@ -65,6 +65,10 @@ CASES = {
     "blocking, with a limit on the norm": {"plan": HYBRID, "clip_norm": 0.1, "topology": "allreduce"},
     "cut everywhere": {"plan": {"0": "model", "1": "model", "4": "model", "6": "model"}, "optimizer": ADAM},
     "by examples": {"plan": "data", "evaluate": (X, Y), "sync": "softsync:1"},
+    "regularised": {
+        "plan": HYBRID,
+        "regulariser": lambda model: 0.1 * model.get_submodule("4").weight.square().sum() * model.get_submodule("6").weight.norm(),
+    },
     "the cheapest": {"optimizer": ADAM, "check": True, "sync": "hardsync:reference_batch=2"},
 }
 for name, options in CASES.items():
