@@ -32,7 +32,8 @@ from syncline.roles.checkpoint_manifest import (
     check_sound,
     decoded,
 )
-from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, layout_json, table_file
+from syncline.table.checkpoint_content import table_file
+from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, layout_json
 
 MEMINFO = Path("/proc/meminfo")
 

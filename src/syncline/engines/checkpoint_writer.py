@@ -15,15 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from syncline.messages import Checkpointed, MakeTable, Saved
-from syncline.table.checkpoints import (
-    FIRST,
-    NOTES,
-    CheckpointError,
-    Folder,
-    Written,
-    read_content,
-    write_tensors,
-)
+from syncline.table.checkpoint_content import read_content
+from syncline.table.checkpoints import FIRST, NOTES, CheckpointError, Folder, Written, write_tensors
 
 Job = tuple[int, str, dict[str, Tensor], dict[str, Any]]
 

@@ -30,7 +30,8 @@ from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, Pee
 from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors
 from syncline.roles.run_plan import Seat
 from syncline.roles.waiting_at_coordinator import brought, like, mean_of
-from syncline.table.checkpoints import CheckpointError, table_file
+from syncline.table.checkpoint_content import table_file
+from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import Layout, Tensors, lay_out
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import ELEMENTWISE

@@ -15,7 +15,7 @@ from syncline.messages.to_coordinator import Counts, OpenLoader
 from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.meetings import MeetingPlace
 from syncline.protocols.sequence import Account
-from syncline.table.checkpoints import Content, Source
+from syncline.table.checkpoint_content import Content, Source
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate
 

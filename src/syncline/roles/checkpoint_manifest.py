@@ -22,14 +22,8 @@ from syncline.dial import Sync
 from syncline.errors import LayoutError, UsageError
 from syncline.protocols.epoch_positions import Standing
 from syncline.protocols.sequence import Account
-from syncline.table.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    Content,
-    Source,
-    layout_json,
-    read_content,
-)
+from syncline.table.checkpoint_content import Content, Source, read_content
+from syncline.table.checkpoints import Checkpoint, CheckpointError, layout_json
 from syncline.table.layout import DTYPES, Layout
 
 FLIGHTS = "flights.safetensors"

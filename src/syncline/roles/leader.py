@@ -24,7 +24,7 @@ from syncline.roles.checkpoint_manifest import LEARNERS
 from syncline.roles.counters import Counters, LearnerStates, VectorClocks
 from syncline.roles.data_dispatcher import DataDispatcher
 from syncline.roles.tree_root import TreeRoot
-from syncline.table.checkpoints import table_file
+from syncline.table.checkpoint_content import table_file
 
 if TYPE_CHECKING:
     from syncline.roles.server import LogApplier

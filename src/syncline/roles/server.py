@@ -18,7 +18,8 @@ from syncline.messages import log
 from syncline.ports import FIRST_VALUES, Reading, ServerPort, Serving
 from syncline.roles.leader import Leader
 from syncline.table.accumulator import PromisedPart
-from syncline.table.checkpoints import FIRST, CheckpointError, table_file
+from syncline.table.checkpoint_content import table_file
+from syncline.table.checkpoints import FIRST, CheckpointError
 from syncline.table.gradient_slot import SlotPart
 from syncline.table.optimizer_template import Options
 from syncline.table.shard import Shard, total_norm

@@ -16,7 +16,7 @@ from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import RunPlan
 from syncline.roles.waiting_at_coordinator import WaitingLearners
-from syncline.table.checkpoints import Source, table_file
+from syncline.table.checkpoint_content import Source, table_file
 from syncline.table.layout import Layout
 from syncline.table.optimizer_template import OptimizerTemplate
 from syncline.topologies import Trees

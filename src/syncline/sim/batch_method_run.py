@@ -34,7 +34,8 @@ from syncline.roles.checkpoint_manifest import Restored
 from syncline.sim.batch_method_parties import Numbers, Play
 from syncline.sim.clock import Clock
 from syncline.sim.fault_player import Script
-from syncline.table.checkpoints import Folder, table_file
+from syncline.table.checkpoint_content import table_file
+from syncline.table.checkpoints import Folder
 from syncline.table.vectors import Vectors, read_vectors, vector_tensors
 
 

@@ -34,12 +34,10 @@ from torch import Tensor
 
 from syncline.errors import RunError
 from syncline.table.layout import DTYPES, Entry, Layout, Part
-from syncline.table.nested_optimizers import PREFIX, Kept, keep
+from syncline.table.nested_optimizers import keep
 from syncline.table.optimizer_template import (
     TENSOR,
-    OptimizerTemplate,
     PieceState,
-    from_plain,
     join_states,
     to_plain,
 )
@@ -558,56 +556,3 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 def layout_json(layout: Layout) -> dict[str, Any]:
     """A layout for the manifest; where shards were cut is nobody's later."""
     return asdict(replace(layout, cuts=()))
-
-
-# -- for whoever goes on with a table: a shard reads its part, a learner among equals all of it --------------
-
-
-def table_file(table: int, shard: int) -> str:
-    return f"table{table}-shard{shard}.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a table's files are: in a checkpoint, or (None) among the first values that shards have written."""
-
-    folder: str | None
-    table: int
-    shards: int  # that wrote them
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Values and optimizer state by entry; first values have no state but the template's."""
-
-    values: dict[int, Tensor]
-    state: dict[int, dict[str, Any]] | None
-    own: list[dict[str, Any]]  # options that the optimizer itself has changed
-    kept: Kept | None  # all of an optimizer that holds others
-
-    def of(self, template: OptimizerTemplate) -> OptimizerTemplate:
-        """The optimizer with this state."""
-        if self.state is None:
-            return template
-        return replace(template, state=self.state, own=self.own, kept=self.kept)
-
-
-def read_content(
-    source: Source, folder: Path, layout: Layout, entries: Sequence[int] | None = None
-) -> Content:
-    """Of these entries, or all; files are mapped, and what is not asked for is not read."""
-    checkpoint = Checkpoint(folder, 0, {})
-    names = [table_file(source.table, shard) for shard in range(source.shards)]
-    parts = [(checkpoint.tensors(name), checkpoint.notes(name)) for name in names]
-    groups = [notes.pop(GROUPS, {}) for _, notes in parts]  # the same on all shards
-    own = [
-        {key: from_plain(value) for key, value in groups[0][str(number)].items()}
-        for number in range(len(groups[0]))
-    ]
-    kept: Kept | None = None
-    for tensors, notes in parts:
-        if (found := notes.pop(WHOLE, None)) is not None:  # of an optimizer that is in one shard
-            theirs = [name for name in tensors if name.startswith(PREFIX)]
-            kept = kept or (found["optimizer"], {name: tensors.pop(name) for name in theirs})
-    values, state = whole(layout, parts, entries)
-    return Content(values, state if source.folder else None, own, kept)

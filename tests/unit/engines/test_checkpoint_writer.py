@@ -16,7 +16,8 @@ from syncline import messages as m
 from syncline.engines import checkpoint_writer
 from syncline.engines.checkpoint_writer import Writer, commit, with_content, write_part
 from syncline.protocols.sequence import Account
-from syncline.table.checkpoints import FIRST, Folder, Source, Written, find, piece_tensors, table_file
+from syncline.table.checkpoint_content import Source, table_file
+from syncline.table.checkpoints import FIRST, Folder, Written, find, piece_tensors
 from tests.unit.engines.recorded_runs import LAYOUT, SHARDS
 
 

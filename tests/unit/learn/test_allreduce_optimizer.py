@@ -16,7 +16,7 @@ from syncline.ports import Progress
 from syncline.protocols.sequence import Account
 from syncline.roles.allreduce_coordinator import Deeper
 from syncline.roles.checkpoint_manifest import Restored, TableState
-from syncline.table.checkpoints import Content
+from syncline.table.checkpoint_content import Content
 from tests.unit.learn.among_equals import Crowd
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from syncline.learn.allreduce_state import GroupChanges, as_in, cut_table, load_table, plain_groups
 from syncline.protocols.sequence import Account
 from syncline.roles.checkpoint_manifest import TableState
-from syncline.table.checkpoints import CheckpointError, Content
+from syncline.table.checkpoint_content import Content
+from syncline.table.checkpoints import CheckpointError
 from syncline.table.layout import lay_out
 
 

@@ -33,7 +33,8 @@ from syncline.roles.checkpoint_manifest import (
     pipelines_json,
     restored,
 )
-from syncline.table.checkpoints import Checkpoint, CheckpointError, Source
+from syncline.table.checkpoint_content import Source
+from syncline.table.checkpoints import Checkpoint, CheckpointError
 from tests.unit.made_up import check_read_or_refused, spoiled
 from tests.unit.roles.doubles import layout
 

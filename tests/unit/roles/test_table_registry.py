@@ -16,7 +16,8 @@ from syncline.roles.checkpoint_manifest import LoaderState, Restored, TableState
 from syncline.roles.run_plan import RunPlan, Saving
 from syncline.roles.table_registry import TableRegistry
 from syncline.roles.waiting_at_coordinator import WaitingLearners
-from syncline.table.checkpoints import Source, Written, table_file
+from syncline.table.checkpoint_content import Source, table_file
+from syncline.table.checkpoints import Written
 from tests.unit.roles.doubles import coordinator_port, layout, template, told
 
 LOADER = m.OpenLoader(0, 8, 2, "ledger", None)

@@ -26,7 +26,8 @@ from syncline.engines.local.shared_memory import Region, crash_point, whole_page
 from syncline.engines.run import Task
 from syncline.learn.model_factories import seed_random
 from syncline.learn.portion_worker import BatchPlan, PortionWorker
-from syncline.table.checkpoints import Folder, table_file
+from syncline.table.checkpoint_content import table_file
+from syncline.table.checkpoints import Folder
 from syncline.table.layout import Layout
 from syncline.table.vectors import Vectors, read_vectors, vector_tensors
 
