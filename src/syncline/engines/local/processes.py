@@ -57,7 +57,7 @@ class Processes:
         self.run = run  # its name, in process titles
         self._crashes = dict(crashes or {})  # for tests: process name -> the operation it dies in, once
         self.by_pid: dict[int, Process] = {}
-        self._open: dict[int, Process] = {}  # those whose channel is open, by pid
+        self._open: dict[int, Process] = {}  # by pid, while its channel is open
         self._deferred: list[forkserver.Ended] = []  # that came while somebody waited for something else
         self._selector = selectors.DefaultSelector()
         self._server = forkserver.connect()
