@@ -32,6 +32,7 @@ from syncline.errors import RunError
 CHILD_FDS = 4  # control socket, stdout, stderr, the caller's life line
 MANY = 24  # children after which it pays to make the next ones cheaper
 TERM_GRACE = 20.0  # seconds that a child goes on after SIGTERM
+is_child = False  # this process is a run's: a learner, a shard, an evaluator or another
 
 Run = Callable[[Channel], int | None]  # what a child does; gives its exit code
 
@@ -106,6 +107,7 @@ def start_here() -> None:
         if pid == 0:
             try:
                 mine.close()
+                _lock.release()  # forked while it is held: a learner that launches a run takes it
                 os.setsid()  # the terminal's Ctrl-C is the caller's to handle
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 serve(theirs.detach())
@@ -308,6 +310,8 @@ class Setup:
 
 def main(control: int, out: int, err: int, life_line: int) -> int:
     """The whole life of a child; the exit code comes back."""
+    global is_child
+    is_child = True
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _outlive_sigterm()
