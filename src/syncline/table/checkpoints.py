@@ -546,8 +546,9 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
-    """A layout for the manifest; where shards were cut is nobody's later."""
-    return asdict(replace(layout, cuts=()))
+    """Return a layout for the manifest: without the keys of a state_dict, and without where shards were cut."""
+    left_out = {"cuts", "keys", "extra"}
+    return {key: value for key, value in asdict(layout).items() if key not in left_out}
 
 
 # -- for whoever goes on with a table: a shard reads its part, a learner among equals all of it --------------

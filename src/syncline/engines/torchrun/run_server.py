@@ -285,8 +285,9 @@ class RunServer:
         if self.recorder.error is None:
             light = {}
             for number, (version, state) in outcome.tables.items():
-                buffers = self.keeper.layouts[number].buffers.entries
-                light[number] = version, {entry.name: state[entry.name] for entry in buffers}
+                layout = self.keeper.layouts[number]
+                buffers = {entry.name for entry in layout.buffers.entries}
+                light[number] = version, {key: state[key] for key, name in layout.keys if name in buffers}
             self._tell(replace(outcome, tables=light))
         with self._door:
             self._over = True
