@@ -34,6 +34,7 @@ from syncline.roles.checkpoint_manifest import (
 )
 from syncline.table.checkpoint_content import table_file
 from syncline.table.checkpoints import Checkpoint, CheckpointError, Folder, layout_json
+from syncline.table.layout import as_state_dict
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -103,12 +104,13 @@ def write_first(plan: BatchPlan, x: list[Tensor]) -> None:
         view.copy_(parameter.detach())
 
 
-def state_of(plan: BatchPlan, x: list[Tensor]) -> dict[str, Tensor]:
-    """A copy of the weights by name, and the model's buffers."""
-    flat = plan.layout.parameters
-    state = {entry.name: view.clone() for entry, view in zip(flat.entries, flat.views(x), strict=True)}
-    state |= {alias: state[name] for alias, name in plan.layout.aliases if name in state}
-    return {**plan.buffers, **state}
+def state_of(plan: BatchPlan, x: list[Tensor]) -> dict[str, Any]:
+    """Return the model's state_dict, with a copy of the weights."""
+    layout, flat = plan.layout, plan.layout.parameters
+    fixed = [
+        (each, [plan.fixed[entry.name] for entry in each.entries]) for each in (layout.buffers, layout.others)
+    ]
+    return as_state_dict(layout, (flat, [view.clone() for view in flat.views(x)]), *fixed)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
 from syncline.roles.allreduce_coordinator import Copy, Deeper, PeerAccount
 from syncline.roles.checkpoint_manifest import PipelineState, TableState
-from syncline.table.layout import Layout, Tensors
+from syncline.table.layout import Layout, Tensors, as_state_dict
 from syncline.table.nested_optimizers import look
 from syncline.table.optimizer_template import ELEMENTWISE, bare_step
 
@@ -48,6 +48,7 @@ class AllReduceOptimizer(TableOptimizer):
         tensors: Tensors,
     ) -> None:
         super().__init__(number, inner, tensors)
+        self._others = tensors.others
         self.inner, self.layout, self.state = inner, layout, inner.state
         self._bare_step = bare_step(inner)
         self.version = 0
@@ -317,19 +318,24 @@ class AllReduceOptimizer(TableOptimizer):
         return PeerAccount(self.version, self.gradients, self.examples, self.clock.account(), checksum)
 
     @torch.no_grad()
-    def copy(self) -> Copy:
-        """This learner's copy as it is; the parameters from learner 0 only."""
-        segments = None
+    def copy(self, *, final: bool = False) -> Copy:
+        """Return a copy of the table; learner 0 adds the parameters and, at the end, what is not trained."""
+        segments = others = None
         if self._session.rank == 0:
             flat = self.layout.parameters
             segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
             for view, value in zip(flat.views(segments), self.values(), strict=True):
                 view.copy_(value)
-        return Copy(self.version, segments, self.buffers())
+            others = self.others() if final else None
+        return Copy(self.version, segments, self.buffers(), others)
 
     def buffers(self) -> list[Tensor]:
-        """Copies."""
+        """Return copies of the buffers."""
         return [buffer.detach().cpu().clone() for buffer in self._buffers]
+
+    def others(self) -> list[Tensor]:
+        """Return copies of the model's tensors that no update changes."""
+        return [other.detach().cpu().clone() for other in self._others]
 
     # -- of a whole model, where this process has a part of it -------------------------------------------
 
@@ -390,11 +396,10 @@ class AllReduceOptimizer(TableOptimizer):
             again.options = [as_in(group, option) for group, option in options]
             self._flying[flight.iteration] = again
 
-    def named(self) -> dict[str, Tensor]:
-        """Copies of the parameters by name, tied ones by all their names."""
-        entries = self.layout.parameters.entries
-        found = {entry.name: value.cpu().clone() for entry, value in zip(entries, self.values(), strict=True)}
-        return found | {alias: found[name] for alias, name in self.layout.aliases if name in found}
+    def named(self) -> dict[str, Any]:
+        """Return copies as the model's state_dict has them, without its buffers."""
+        layout, values = self.layout, [value.cpu().clone() for value in self.values()]
+        return as_state_dict(layout, (layout.parameters, values), (layout.others, self.others()))
 
     def release(self) -> None:
         """Nothing is held after the learner's function."""

@@ -349,7 +349,7 @@ class AllReduceSession(Session):
                 self.steps,
                 self._tables[0].last_loss if self._tables else float("nan"),
                 {table.number: table.account() for table in self._tables},
-                {table.number: table.copy() for table in self._tables},
+                {table.number: table.copy(final=True) for table in self._tables},
             )
         )
 

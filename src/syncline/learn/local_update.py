@@ -171,6 +171,13 @@ class GroupOptimizer(AllReduceOptimizer):
             self._model.whole(entry.name, b).cpu() for entry, b in zip(entries, self._buffers, strict=True)
         ]
 
+    def others(self) -> list[Tensor]:
+        entries = self.layout.others.entries
+        return [
+            self._model.whole(entry.name, each).cpu()
+            for entry, each in zip(entries, self._others, strict=True)
+        ]
+
     def own_buffers(self, buffers: list[Tensor]) -> list[Tensor]:
         parts = parts_of(self.layout.buffers, self._model)
         return [part.take(self._rank, buffer) for part, buffer in zip(parts, buffers, strict=True)]

@@ -37,12 +37,12 @@ class BatchPlan:
     layout: Layout
     method: BatchMethod
     deterministic: bool
-    buffers: dict[str, Tensor]  # as they are throughout
+    fixed: dict[str, Tensor]  # buffers and frozen parameters by name, as they are throughout
 
     def sent(self) -> BatchPlan:
         """Without what learners do not need: a schedule or a method need not travel."""
         samples = Samples(self.samples.size, self.samples.portion)
-        return BatchPlan(**{**vars(self), "samples": samples, "method": None, "buffers": {}})
+        return BatchPlan(**{**vars(self), "samples": samples, "method": None, "fixed": {}})
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

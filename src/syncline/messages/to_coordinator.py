@@ -229,6 +229,9 @@ class WeightsPart:
     segments: list[Tensor]
     buffers: list[Tensor] | None = None  # from the leading shard: mean over live learners
     own: Options = field(default_factory=list)  # of the groups, what the optimizer itself has changed
+    others: list[Tensor] | None = (
+        None  # from the leading shard, at the end: tensors of the model that no update changes
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,7 @@ class Partitioned(nn.Module):
                         f"the model has a {name!r}, as a partitioned model has: give it another name"
                     )
                 getattr(self, held)[name] = value
+        self._non_persistent_buffers_set |= mine._non_persistent_buffers_set
 
     def memory(self, rank: int) -> int:
         """Bytes that a rank needs at least: its weights and their gradients, and what backward needs of a batch like the example."""

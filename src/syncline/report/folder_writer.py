@@ -287,6 +287,9 @@ class Recording:
         if model is not None:
             own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             state = {key: state.get(key, value) for key, value in own.items()}
+        state = {
+            key: value for key, value in state.items() if isinstance(value, torch.Tensor)
+        }  # no extra state
         texts = {key: str(value) for key, value in {**notes, **layer_notes(model)}.items()}
         try:
             with replacing(path) as beside:

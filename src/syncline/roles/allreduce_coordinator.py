@@ -139,11 +139,12 @@ class PeerTable:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One learner's copy of a table; `segments` from learner 0 only, they are the same everywhere."""
+    """One learner's copy of a table; `segments`, and at the end `others`, from learner 0 only: they are the same everywhere."""
 
     version: int
     segments: list[Tensor] | None
     buffers: list[Tensor]
+    others: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +335,8 @@ class AllReduceCoordinator:
         for table, first in copies[0].items():
             assert first.segments is not None
             buffers = joint_buffers([each[table].buffers for each in copies if table in each])
-            self._emit(m.WeightsPart(tag, table, 0, first.version, first.segments, buffers))
+            part = m.WeightsPart(tag, table, 0, first.version, first.segments, buffers, others=first.others)
+            self._emit(part)
 
 
 def _difference(closed: dict[int, PeerClosed]) -> str | None:

@@ -7,7 +7,7 @@ decisions (`LogApplier`): the same log gives the same weights. The leading shard
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,7 @@ class LogApplier:
         self._port = port
         self.shards: dict[int, Shard] = {}
         self._makes: dict[int, m.MakeTable] = {}
+        self._others: dict[int, Sequence[Tensor]] = {}  # by table: of the model, changed by no update
         self._parts: dict[tuple[int, int, Any], SlotPart | PromisedPart] = {}  # (table, learner, slot)
         # The last group options of each learner, parsed when their count changes: by table and learner.
         self._last_options: dict[tuple[int, int], tuple[int, Options]] = {}
@@ -85,7 +86,7 @@ class LogApplier:
             clip_norm=make.clip_norm,
             version=make.account.version,
         )
-        self._dial[make.table] = make.dial
+        self._dial[make.table], self._others[make.table] = make.dial, memory.others
         self._makes[make.table] = make
 
     def begin(self, join: m.JoinTable) -> None:
@@ -267,7 +268,9 @@ class LogApplier:
         """The weights as they are."""
         shard, index = self.shards[table], self._port.shard
         values, buffers, own = shard.snapshot(), self.buffers(table), shard.own_options()
-        self._port.tell(m.WeightsPart(tag, table, index, shard.version, values, buffers, own))
+        final = tag == "final" and index == 0
+        others = [each.clone() for each in self._others[table]] if final else None
+        self._port.tell(m.WeightsPart(tag, table, index, shard.version, values, buffers, own, others))
 
 
 class ServerRole:

@@ -1,14 +1,15 @@
-"""Puts the shards' parts of one version together again: tensors by name."""
+"""Put the shards' parts of one version together again, as the model's state_dict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.messages import WeightsPart
-from syncline.table.layout import Layout
+from syncline.table.layout import Layout, as_state_dict
 
 
 class Assembly:
@@ -25,8 +26,8 @@ class Assembly:
             len(self._parts.get((tag, table), {})) == layout.shards for table, layout in layouts.items()
         )
 
-    def take(self, tag: str, layouts: dict[int, Layout]) -> dict[int, tuple[int, dict[str, Tensor]]]:
-        """Table to (version, tensors by name)."""
+    def take(self, tag: str, layouts: dict[int, Layout]) -> dict[int, tuple[int, dict[str, Any]]]:
+        """Return (version, state_dict) by table."""
         taken = {}
         for table, layout in layouts.items():
             parts = self._parts.pop((tag, table))
@@ -37,19 +38,17 @@ class Assembly:
         return taken
 
 
-def assemble(layout: Layout, parts: Iterable[WeightsPart]) -> dict[str, Tensor]:
-    """Parameters, tied names and buffers of one version."""
+def assemble(layout: Layout, parts: Iterable[WeightsPart]) -> dict[str, Any]:
+    """Return the state_dict of one version."""
     flat = layout.parameters
     segments = flat.segments(torch.zeros(flat.nbytes, dtype=torch.uint8))
     buffers: list[Tensor] | None = None
+    others: list[Tensor] | None = None
     for part in parts:
         for target, values in zip(layout.parts[part.shard].segments(segments), part.segments, strict=True):
             target.copy_(values)
         buffers = part.buffers if part.buffers is not None else buffers
-    tensors = {entry.name: view for entry, view in zip(flat.entries, flat.views(segments), strict=True)}
-    for alias, name in layout.aliases:
-        if name in tensors:
-            tensors[alias] = tensors[name]
-    if buffers is not None:
-        tensors.update({e.name: b for e, b in zip(layout.buffers.entries, buffers, strict=True)})
-    return tensors
+        others = part.others if part.others is not None else others
+    return as_state_dict(
+        layout, (flat, flat.views(segments)), (layout.buffers, buffers), (layout.others, others)
+    )

@@ -47,6 +47,7 @@ class ShardMemory(OwnMemory):
     def __init__(self, table: SimTable, shard: int, places: int) -> None:
         super().__init__(table.layout, shard, places, table.device)
         self.part, self._entries = table.layout.parts[shard], table.layout.parameters.entries
+        self.others = table.others
         self._offered: dict[int, int] = {}  # place -> version
         self.made: Callable[[int], None] = lambda version: None  # told of every version that is whole
 

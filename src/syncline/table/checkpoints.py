@@ -22,7 +22,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -554,5 +554,6 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
-    """A layout for the manifest; where shards were cut is nobody's later."""
-    return asdict(replace(layout, cuts=()))
+    """Return a layout for the manifest: without the keys of a state_dict, and without where shards were cut."""
+    left_out = {"cuts", "keys", "extra"}
+    return {key: value for key, value in asdict(layout).items() if key not in left_out}

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ from syncline.errors import LayoutError
 
 GRAIN = 64  # elements
 LINE = 1024  # bytes: a segment starts at a multiple of GRAIN elements of any dtype
+EXTRA = "_extra_state"  # how torch ends the keys of what `get_extra_state` returns
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -177,11 +180,14 @@ class Layout:
     buffers: Flat
     others: Flat
     groups: tuple[tuple[int, ...], ...]  # entries of each parameter group, in the optimizer's order
-    aliases: tuple[tuple[str, str], ...]  # further names of tied parameters
     cuttable: bool
     shards: int
     # of the line of all bytes, each shard's spans, if they are not one of equal size for each
     cuts: tuple[Spans, ...] = ()
+    # keys of the model's state_dict, each with the entry that it shows
+    keys: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    # the model's extra state by key, pickled, as it was when the layout was made
+    extra: bytes = field(default=b"", compare=False)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -258,12 +264,7 @@ def lay_out(
     model: nn.Module, groups: Sequence[Iterable[nn.Parameter]], *, cuttable: bool, shards: int
 ) -> tuple[Layout, Tensors]:
     """Layout of `model` whose optimizer holds `groups` of parameters."""
-    names: dict[int, str] = {}
-    aliases = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in names:
-            aliases.append((name, names[id(parameter)]))
-        names.setdefault(id(parameter), name)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen: list[nn.Parameter] = []
     indices: list[tuple[int, ...]] = []  # of each group
     for number, group in enumerate(groups):
@@ -277,13 +278,61 @@ def lay_out(
     own = {id(parameter) for parameter in chosen}
     rest = [(name, p) for name, p in model.named_parameters() if id(p) not in own]
     buffers = list(model.named_buffers())
+    named: dict[str, Tensor] = dict([*((names[id(p)], p) for p in chosen), *rest, *buffers])
+    keys, extra = _state_keys(model, named)
+    shown = {name for _, name in keys}
+    unseen = [names[id(p)] for p in chosen if names[id(p)] not in shown]  # trained all the same
     layout = Layout(
         parameters=Flat(tuple(Entry.of(names[id(p)], p) for p in chosen)),
         buffers=Flat(tuple(Entry.of(name, buffer) for name, buffer in buffers)),
         others=Flat(tuple(Entry.of(name, p) for name, p in rest)),
         groups=tuple(indices),
-        aliases=tuple(aliases),
+        keys=(*keys, *((name, name) for name in unseen)),
         cuttable=cuttable,
         shards=shards,
+        extra=cloudpickle.dumps(extra) if extra else b"",
     )
     return layout, Tensors(chosen, [buffer for _, buffer in buffers], [p.data for _, p in rest])
+
+
+def _state_keys(
+    model: nn.Module, named: Mapping[str, Tensor]
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Return the keys of the model's state_dict with the named tensor that each shows, and its extra state by key.
+
+    Tensors that a hook of the model computes for its state_dict have no key here: nothing can compute them without the model.
+    """
+    try:
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+    except Exception:  # whatever an override of the user's raises: show everything
+        state = dict(named)
+    held = {id(tensor): name for name, tensor in named.items()}
+    keys: list[tuple[str, str]] = []
+    extra: dict[str, Any] = {}
+    views: dict[Any, str] = {}
+    for key, value in state.items():
+        name = held.get(id(value))
+        if name is None and isinstance(value, Tensor):  # detached, where a module does not heed keep_vars
+            views = views or {_place(tensor): name for name, tensor in named.items()}
+            name = views.get(_place(value))
+        if name is not None:
+            keys.append((key, name))
+        elif key.endswith(EXTRA):
+            extra[key] = value
+    return keys, extra
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors of the same values in the same memory have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def as_state_dict(layout: Layout, *flats: tuple[Flat, Sequence[Tensor] | None]) -> dict[str, Any]:
+    """Return a model's state_dict, as far as these tensors of the layout's flats hold it."""
+    held = {
+        e.name: t
+        for flat, given in flats
+        for e, t in zip(flat.entries, given or (), strict=given is not None)
+    }
+    extra: dict[str, Any] = cloudpickle.loads(layout.extra) if layout.extra else {}
+    return {key: held[name] for key, name in layout.keys if name in held} | extra

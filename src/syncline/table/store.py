@@ -31,6 +31,7 @@ class VersionMemory(ABC):
     """
 
     places: list[list[Tensor]]  # segments of the part
+    others: Sequence[Tensor] = ()  # tensors of the model that no update changes, whole
 
     @abstractmethod
     def offer(self, place: int, version: int) -> None:

@@ -126,6 +126,7 @@ def launch(
     `sl.partition(model, plan, example)`. A function that is resumed starts from its beginning, `loader.epoch` says where its data stands.
     """
     given = dict(locals())
+    checks.check_import("sl.launch")
     runner = engine_of(engine)
     check_group(group, plan, runner, topology)
     sync, topology = under_torchrun(runner, group, sync, topology)
@@ -297,6 +298,7 @@ def train(
     `.result` is what was trained. A second Ctrl-C does not wait.
     """
     given = dict(locals())
+    checks.check_import("sl.train")
     runner = engine_of(engine)
     if wants_batch(sync, optimizer):
         batch, whole = batch_spec(runner, **given)

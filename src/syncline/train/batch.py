@@ -180,6 +180,10 @@ def batch_spec(runner: Engine, **given: Any) -> tuple[RunSpec, nn.Module]:
     return dataclasses.replace(spec, batch=batch), whole
 
 
+def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
 def _plan(
     whole: nn.Module, sent: Model, data: Dataset[Any], way: Backprop, given: Mapping[str, Any]
 ) -> BatchPlan:
@@ -199,7 +203,7 @@ def _plan(
         layout=batch_layout(whole, shards),
         method=given["optimizer"],
         deterministic=bool(getattr(given["optimizer"], "deterministic", False)),
-        buffers={name: buffer.detach().cpu().clone() for name, buffer in whole.named_buffers()},
+        fixed={name: each.detach().cpu().clone() for name, each in (*whole.named_buffers(), *_frozen(whole))},
     )
 
 

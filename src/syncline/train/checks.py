@@ -5,15 +5,18 @@ run needs (spec.py).
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from syncline.dial import Course
+from syncline.engines.local import forkserver
 from syncline.engines.run import Callback
 from syncline.errors import LayoutError, UsageError
 from syncline.learn.model_factories import Model, ModelFactory, refuse_unready
@@ -29,6 +32,26 @@ from syncline.topologies import AllReduce, parse_topology
 from syncline.train.spec import Dial
 
 SEEDS = 1 << 63  # torch takes no larger ones
+
+
+def check_import(called: str) -> None:
+    """Refuse a run that a learner's import would start; have modules that the caller is importing travel by value.
+
+    The functions and classes of such a module pickle by reference otherwise: each learner would import the module, reach this
+    call and start another run. They travel by value from here on, since later messages of the run may hold them, too.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        body = frame.f_globals if frame.f_code.co_name == "<module>" else {}
+        name, frame = body.get("__name__", "__main__"), frame.f_back
+        if name == "__main__" or getattr(sys.modules.get(name), "__dict__", None) is not body:
+            continue
+        if forkserver.is_child and getattr(body.get("__spec__"), "_initializing", False):
+            raise UsageError(
+                f"{called} is called by the body of module {name!r}, which a process of a run imports: every process that imports "
+                f"it would start a further run. Move the call into a function, or below 'if __name__ == \"__main__\":'"
+            )
+        cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
 def batches_of(

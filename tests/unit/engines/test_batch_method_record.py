@@ -62,7 +62,7 @@ def plan_of(shards: int = 2, size: int = 10) -> BatchPlan:
         layout=batch_layout(model, shards),
         method=METHOD,
         deterministic=True,
-        buffers={"seen": torch.ones(1)},
+        fixed={},
     )
 
 
@@ -360,7 +360,7 @@ def test_weights_go_to_the_method_and_come_back_by_name() -> None:
     x = plan.layout.parameters.segments(torch.zeros(plan.layout.parameters.nbytes, dtype=torch.uint8))
     write_first(plan, x)
     state, model = state_of(plan, x), cast(nn.Linear, plan.model)
-    assert list(state) == ["seen", "weight", "bias"]
+    assert list(state) == ["weight", "bias"]
     assert torch.equal(state["weight"], model.weight) and torch.equal(state["bias"], model.bias)
     for segment in x:
         segment.zero_()

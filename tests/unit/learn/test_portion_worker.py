@@ -48,7 +48,7 @@ def plan(data: Any, objective: Any = objective) -> BatchPlan:
     given: dict[str, Any] = {"collate": None, "seed": SEED, "method": None, "deterministic": True}
     layout = batch_layout(model, 2)
     return BatchPlan(
-        model=model, data=data, objective=objective, samples=samples, layout=layout, buffers={}, **given
+        model=model, data=data, objective=objective, samples=samples, layout=layout, fixed={}, **given
     )
 
 
@@ -143,5 +143,5 @@ def test_frozen_parameters_do_not_move_and_a_loss_must_depend_on_the_others() ->
 def test_what_learners_do_not_need_does_not_travel() -> None:
     given = plan(TensorDataset(X))
     sent = given.sent()
-    assert sent.samples == Samples(SIZE, PORTION) and sent.method is None and sent.buffers == {}
+    assert sent.samples == Samples(SIZE, PORTION) and sent.method is None and sent.fixed == {}
     assert sent.layout is given.layout and sent.data is given.data and sent.seed == SEED

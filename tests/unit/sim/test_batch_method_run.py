@@ -31,7 +31,7 @@ class Run:
         self.samples = Samples(10, 4)
         plan = BatchPlan(
             model=self.model, data=DATA, objective=objective, collate=None, samples=self.samples, seed=0,
-            layout=batch_layout(self.model, shards), method=method, deterministic=False, buffers={},
+            layout=batch_layout(self.model, shards), method=method, deterministic=False, fixed={},
         )  # fmt: skip
         self.evaluation, self.failed = 0, list[Any]()
         self.numbers = Arithmetic(

@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from syncline.errors import LayoutError
-from syncline.table.layout import GRAIN, LINE, Entry, Flat, Layout, lay_out
+from syncline.table.layout import GRAIN, LINE, Entry, Flat, Layout, as_state_dict, lay_out
 
 shapes = st.one_of(
     st.just(()),
@@ -30,7 +31,7 @@ def flat_of(made: Sequence[tuple[tuple[int, ...], str]]) -> Flat:
 
 def layout_of(flat: Flat, *, shards: int = 1, cuttable: bool = True) -> Layout:
     everything = tuple(range(len(flat.entries)))
-    return Layout(flat, Flat(()), Flat(()), (everything,), (), cuttable, shards)
+    return Layout(flat, Flat(()), Flat(()), (everything,), cuttable, shards)
 
 
 @st.composite
@@ -187,7 +188,11 @@ def test_tied_frozen_and_foreign_parameters_have_their_places() -> None:
     layout, tensors = lay_out(model, groups, cuttable=True, shards=2)
     assert [e.name for e in layout.parameters.entries] == ["first.weight", "second.bias", "group1.1"]
     assert layout.groups == ((0,), (1, 2))
-    assert layout.aliases == (("second.weight", "first.weight"),)
+    assert dict(layout.keys) == {
+        **{name: name for name in model.state_dict()},
+        "second.weight": "first.weight",
+        "group1.1": "group1.1",
+    }
     assert [e.name for e in layout.others.entries] == ["norm.weight", "norm.bias"]
     assert [e.name for e in layout.buffers.entries] == [name for name, _ in model.named_buffers()]
     assert [p is q for p, q in zip(tensors.parameters, [*groups[0], *groups[1]], strict=True)] == [True] * 3
@@ -198,3 +203,48 @@ def test_tied_frozen_and_foreign_parameters_have_their_places() -> None:
 def test_an_optimizer_without_parameters_is_refused() -> None:
     with pytest.raises(LayoutError, match="no parameters"):
         lay_out(nn.Linear(1, 1), [[]], cuttable=True, shards=1)
+
+
+class Hooked(nn.Module):
+    """A model with a state_dict of other keys than its tensors have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.renamed = nn.Parameter(torch.ones(3))
+        self.computed = nn.Parameter(torch.ones(4))
+        self.detached = nn.Parameter(torch.ones(5))
+        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("positions", torch.arange(3), persistent=False)
+        self.register_state_dict_post_hook(self.change)
+
+    @staticmethod
+    def change(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["other name"] = state.pop("renamed")
+        state["doubled"] = 2 * state.pop("computed")
+        state["detached"] = state["detached"].detach()
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+
+def test_a_state_has_the_keys_of_the_model_s_own() -> None:
+    model = Hooked()
+    layout, tensors = lay_out(model, [model.parameters()], cuttable=True, shards=1)
+    flats = (layout.parameters, tensors.parameters), (layout.buffers, tensors.buffers), (layout.others, None)
+    state = as_state_dict(layout, *flats)
+    assert state.keys() == (model.state_dict().keys() - {"doubled"}) | {"computed"}  # trained, so it stays
+    assert state["other name"] is model.renamed and state["detached"] is model.detached
+    assert state["_extra_state"] == {"seen": 3}
+
+
+def test_a_model_without_a_state_dict_shows_all_its_tensors() -> None:
+    class Strange(nn.Linear):
+        def state_dict(self) -> Any:  # type: ignore[override]
+            raise AttributeError
+
+    model = Strange(2, 2)
+    assert {key for key, _ in lay_out(model, [[model.weight]], cuttable=True, shards=1)[0].keys} == {
+        "weight",
+        "bias",
+    }

@@ -31,6 +31,7 @@ class LocalHandle(Handle):
             self._run = AllReduceSupervisor(spec)
         else:
             self._run = Supervisor(spec, crashes, machines)
+        self._run.prepare()
         self._thread = threading.Thread(target=self._main, name="syncline-supervisor", daemon=True)
         live.began(self)
         self._thread.start()

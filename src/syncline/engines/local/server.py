@@ -87,6 +87,7 @@ class ServedTable(VersionMemory):
     def __init__(self, region: Region, layout: Layout, shard: int, geometry: Geometry) -> None:
         self.layout, self._shard = layout, shard
         self.shelf = TableMemory(region, layout, places=geometry.places)
+        self.others = self.shelf.others
         region.close()
         self.order: StreamOrder | None = None
         self.unsignalled = False  # there is work on the card that nobody was told of

@@ -51,6 +51,7 @@ class RunSupervisor(ABC):
         self._changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()
         self._task: Parcel | None = None
+        self._evaluate_task: Parcel | None = None
         self._evaluator: Process | None = None  # tests snapshots beside the learners (R6)
         self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
         self._urgent = False  # timers are looked at whenever something has happened
@@ -77,11 +78,23 @@ class RunSupervisor(ABC):
         """The first failure is the one that is told."""
         self.recorder.error = self.recorder.error or error
 
+    def prepare(self) -> None:
+        """Pickle what learners and the evaluator run; call it on the caller's thread, before `main` begins on another.
+
+        A caller that is importing a module holds its import lock until the run has ended, and pickling by reference waits for
+        that lock on any other thread.
+        """
+        self._guard(self._pack)
+
+    def _pack(self) -> None:
+        self._task, self._evaluate_task = pack_task(self.spec)
+
     # -- the thread --------------------------------------------------------------------------------------
 
     def main(self) -> None:
         """The end comes in any case, the rest until something fails."""
-        self._guard(self._begin)
+        if self.error is None:
+            self._guard(self._begin)
         with self._changed:
             self._begun = True
             self._changed.notify_all()
@@ -100,14 +113,13 @@ class RunSupervisor(ABC):
             self.fail(error)
 
     def _begin(self) -> None:
-        self._task, evaluate = pack_task(self.spec)
+        assert self._task is not None
         self._processes = Processes(self._hear, self._ended, self._crashes, self.spec.name)
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
-        if evaluate is not None:
+        if self._evaluate_task is not None:
             self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, part="evaluator")
-            self._evaluator.channel.post(evaluate)
-            evaluate.close()
+            self._evaluator.channel.post(self._evaluate_task)
 
     def _loop(self) -> None:
         while self.error is None and not self._over():
@@ -123,8 +135,9 @@ class RunSupervisor(ABC):
             self._wake.close()
         if "_processes" in self.__dict__:
             self._processes.close(kill=self.error is not None)
-        if self._task is not None:
-            self._task.close()
+        for parcel in (self._task, self._evaluate_task):
+            if parcel is not None:
+                parcel.close()
 
     def _hear(self, process: Process, message: Any) -> None:
         if process.role != "evaluator":

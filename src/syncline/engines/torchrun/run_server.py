@@ -192,8 +192,9 @@ class RunServer:
         else:
             light = {}
             for number, (version, state) in outcome.tables.items():
-                buffers = self.coordinator.layouts[number].buffers.entries
-                light[number] = version, {entry.name: state[entry.name] for entry in buffers}
+                layout = self.coordinator.layouts[number]
+                buffers = {entry.name for entry in layout.buffers.entries}
+                light[number] = version, {key: state[key] for key, name in layout.keys if name in buffers}
             self._broadcast(replace(outcome, tables=light))
         with self._door:
             self._over = True

@@ -162,8 +162,8 @@ class SizedLayout:
     def __init__(self, part_bytes: list[int]) -> None:
         self.layout = self
         self.shards, self.part_bytes = len(part_bytes), part_bytes
-        self.parameters = self.buffers = Flat(())
-        self.aliases = ()
+        self.parameters = self.buffers = self.others = Flat(())
+        self.keys, self.extra = (), b""
         self.parts = (Part((), ()),) * self.shards
 
     def difference(self, other: SizedLayout) -> str | None:

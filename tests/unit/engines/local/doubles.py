@@ -176,6 +176,7 @@ def lives(run: Any, story: Callable[[Children], Story], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(supervisor_base, "Processes", children)
     monkeypatch.setattr(supervisor_base, "LOOK", -1.0)
+    run.prepare()
     run.main()
     assert run.done.is_set()
     if isinstance(run.error, AssertionError):

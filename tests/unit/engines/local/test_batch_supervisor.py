@@ -44,7 +44,7 @@ def run_of(*, deterministic: bool = False, limit: int | None = None, **options: 
         "data": TensorDataset(torch.zeros(8, 2)),
         "collate": None,
         "seed": 0,
-        "buffers": {},
+        "fixed": {},
     }
     plan = BatchPlan(
         objective=len,

@@ -32,6 +32,9 @@ class Run:
         self.processes = [Process("shard", 0, 0, 7, channel), Process("learner", 3, 1, 8, channel)]
         self.processes.append(Process("learner", 4, 2, 9, channel, state="lost"))
 
+    def prepare(self) -> None:
+        pass
+
     def main(self) -> None:
         self.told.wait()
         self.done.set()
