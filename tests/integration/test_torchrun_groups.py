@@ -65,6 +65,10 @@ CASES = {
     "blocking, with a limit on the norm": {"plan": HYBRID, "clip_norm": 0.1, "topology": "allreduce"},
     "cut everywhere": {"plan": {"0": "model", "1": "model", "4": "model", "6": "model"}, "optimizer": ADAM},
     "by examples": {"plan": "data", "evaluate": (X, Y), "sync": "softsync:1"},
+    "regularised": {
+        "plan": HYBRID,
+        "regulariser": lambda model: 0.1 * model.get_submodule("4").weight.square().sum() * model.get_submodule("6").weight.norm(),
+    },
     "the cheapest": {"optimizer": ADAM, "check": True, "sync": "hardsync:reference_batch=2"},
 }
 for name, options in CASES.items():
@@ -75,6 +79,14 @@ for name, options in CASES.items():
     assert ours.history[-1].loss == ours.history[-1].losses[0]
     assert abs(ours.history[-1].loss - theirs.history[-1].loss) < 1e-10
     assert ours.history[-1].metrics.keys() == theirs.history[-1].metrics.keys()
+
+def dropping(**options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 12), nn.Dropout(), nn.Linear(12, 5)).double()
+    return sl.train(model, (X, Y), batch_size=8, epochs=3, optimizer=SGD, loss=F.cross_entropy, plan="data", **HERE, **options)
+
+# evaluations draw none of the training's random numbers
+torch.testing.assert_close(dropping(evaluate=(X, Y)).state_dict(), dropping().state_dict(), rtol=0, atol=0)
 
 def own_loop(session, way):
     mine = sl.partition(network(), example=X[:8])

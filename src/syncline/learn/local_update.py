@@ -200,6 +200,7 @@ class GroupSession(AllReduceSession):
     """One seat's view of the run."""
 
     table = GroupOptimizer
+    draws_as_one = False  # rank 0 evaluates in a thread of the same process, which may draw numbers too
 
     def __init__(self, port: CollectivePort, config: Seat, restored: Restored | None, seat: int) -> None:
         super().__init__(port, config, restored)

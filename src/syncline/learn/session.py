@@ -34,6 +34,7 @@ class Session(ABC):
 
     seat: int = 0  # of this process, among those of the learner
     seats: int = 1
+    draws_as_one: bool = True  # torch's generator is in the same state in all seats
     loss: float | Tensor = UNSAID  # of the gradient that is being made, for the record
 
     def __init__(self, port: Any, seat: Seat) -> None:

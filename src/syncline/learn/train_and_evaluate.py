@@ -53,7 +53,7 @@ def run_training(session: Session, plan: Training) -> None:
     way.prepare(model, plan.batch_size)
     model.train()
     if session.seats > 1:
-        model = partition(way.to_cut(model), check=plan.check, as_one=True)
+        model = partition(way.to_cut(model), check=plan.check, as_one=session.draws_as_one)
     optimizer = session.optimizer(model, plan.optimizer)
     loader = session.loader(
         all_on(session.device, plan.data) if plan.on_device else plan.data,
@@ -154,7 +154,10 @@ class Evaluation:
         objective = way.objective if isinstance(way, Backprop) else None
         scores = isinstance(objective, Supervised)
         batches = DataLoader(
-            self._data, batch_size=self._batch_size, collate_fn=partial(counted, self._collate)
+            self._data,
+            batch_size=self._batch_size,
+            collate_fn=partial(counted, self._collate),
+            generator=torch.Generator(),  # under torchrun a learner's thread draws from the default one at the same time
         )
         with torch.no_grad():
             for examples, read in batches:
