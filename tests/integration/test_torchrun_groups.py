@@ -80,6 +80,14 @@ for name, options in CASES.items():
     assert abs(ours.history[-1].loss - theirs.history[-1].loss) < 1e-10
     assert ours.history[-1].metrics.keys() == theirs.history[-1].metrics.keys()
 
+def dropping(**options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 12), nn.Dropout(), nn.Linear(12, 5)).double()
+    return sl.train(model, (X, Y), batch_size=8, epochs=3, optimizer=SGD, loss=F.cross_entropy, plan="data", **HERE, **options)
+
+# evaluations draw none of the training's random numbers
+torch.testing.assert_close(dropping(evaluate=(X, Y)).state_dict(), dropping().state_dict(), rtol=0, atol=0)
+
 def own_loop(session, way):
     mine = sl.partition(network(), example=X[:8])
     optimizer = session.optimizer(mine, ADAM)
