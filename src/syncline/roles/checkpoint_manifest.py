@@ -277,7 +277,7 @@ class LoaderRecord(msgspec.Struct, kw_only=True):
     """One loader in a manifest."""
 
     loader: Count
-    size: Count
+    size: Annotated[int, Meta(ge=-1, le=2**62)]  # -1: a stream
     policy: str
     parts: Annotated[int, Meta(ge=1)]
     standing: Standing
