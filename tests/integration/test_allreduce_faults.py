@@ -133,30 +133,6 @@ def test_one_that_hangs_is_named_or_ended() -> None:
     within(2 * LIMIT, launch, LostError, "learner 1 .* ended with signal SIGKILL")
 
 
-def broken_test(model: nn.Module) -> dict[str, float]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-def test_an_evaluator_that_dies() -> None:
-    data = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
-
-    def train() -> None:
-        sl.train(
-            nn.Linear(4, 1),
-            data,
-            loss=nn.functional.mse_loss,
-            optimizer=SGD,
-            sync="hardsync",
-            topology="allreduce",
-            batch_size=2,
-            epochs=50,
-            evaluate=broken_test,
-        )
-
-    within(2 * LIMIT, train, LostError, "evaluator 0 .* ended with signal SIGKILL")
-
-
 def test_nothing_stays_behind() -> None:
     def left() -> int:
         return len(os.listdir("/proc/self/fd"))

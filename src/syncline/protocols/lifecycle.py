@@ -111,6 +111,18 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class StartEvaluator:
+    """Start a process that evaluates snapshots, beginning with the oldest one that waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipEvaluation:
+    """Give up the evaluation of an epoch: its record has no metrics."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """An event for the record."""
 
@@ -147,6 +159,8 @@ Decision = (
     | Kill
     | Finish
     | Fail
+    | StartEvaluator
+    | SkipEvaluation
     | Say
     | WarnLost
     | Warn
@@ -365,6 +379,41 @@ class Lifecycle:
             return []
         self._failed = True
         return [Fail(error)]
+
+
+# -- the evaluator -----------------------------------------------------------------------------------------
+
+
+class EvaluatorLosses:
+    """Decide what follows when the evaluator's process ends: it holds nothing that another process cannot evaluate again."""
+
+    def __init__(self) -> None:
+        self._losses = 0  # in a row, without an evaluation
+
+    def evaluated(self) -> None:
+        """Count no earlier loss any more: an evaluation was finished."""
+        self._losses = 0
+
+    def lost(self, why: str, pid: int, waiting: Sequence[tuple[int, int | None]]) -> list[Decision]:
+        """Replace a process that ended, at once where evaluations wait: (epoch, its version), the one under way first.
+
+        Where MOST processes in a row were lost before they finished one, give up the evaluation under way.
+        """
+        what = f"the evaluator is lost: its process (pid {pid}) ended with {why}"
+        said = Say(what, None, "evaluator lost", {"pid": pid})
+        if not waiting:
+            return [said]
+        self._losses += 1
+        if self._losses < MOST:
+            return [said, StartEvaluator()]
+        epoch, version = waiting[0]
+        which = f"version {version}" if version is not None else f"epoch {epoch + 1}"
+        skipped = (
+            f"{which} is not evaluated: {self._losses} evaluators in a row ended before they finished, the last (pid {pid}) with "
+            f"{why}; its record has no metrics, and the run goes on"
+        )
+        again = [StartEvaluator()] if len(waiting) > 1 else []
+        return [said, SkipEvaluation(epoch), Say(skipped, None, "not evaluated"), Warn(skipped), *again]
 
 
 # -- among equals ------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class EpochRecord:
     losses: dict[int, float]
     metrics: dict[str, float] = field(default_factory=dict)
     notes: dict[str, float] = field(default_factory=dict)  # of a batch iteration: step, evaluations …
+    skipped: bool = False  # its evaluation was given up: there are no metrics
 
     def __getitem__(self, key: str) -> Any:
         known = {**self.notes, **self.metrics}

@@ -13,6 +13,7 @@ from syncline.protocols.lifecycle import (
     MOST,
     BeginAnew,
     Decision,
+    EvaluatorLosses,
     Fail,
     Faults,
     Finish,
@@ -24,6 +25,8 @@ from syncline.protocols.lifecycle import (
     Lifecycle,
     PrepareStop,
     Say,
+    SkipEvaluation,
+    StartEvaluator,
     StartLearner,
     StopLearners,
     Warn,
@@ -398,3 +401,25 @@ def test_who_has_left_is_forgotten() -> None:
     patience.look(0.0, {1: 0, 2: 0}, set())
     assert patience.look(5.0, {2: 1}, set()) == []
     assert patience.silence(1, 5.0) == 0.0
+
+
+# -- the evaluator -------------------------------------------------------------------------------------------
+
+
+def kinds_of(decisions: list[Decision]) -> list[type]:
+    return [type(each) for each in decisions]
+
+
+def test_an_evaluator_is_replaced_until_too_many_were_lost_in_a_row() -> None:
+    losses = EvaluatorLosses()
+    assert kinds_of(losses.lost("SIGKILL", 7, [])) == [Say], "nothing waits"
+    for _ in range(MOST - 1):
+        assert kinds_of(losses.lost("SIGKILL", 7, [(0, 12)])) == [Say, StartEvaluator]
+    losses.evaluated()
+    for _ in range(MOST - 1):
+        assert kinds_of(losses.lost("SIGKILL", 7, [(1, 24), (2, 36)])) == [Say, StartEvaluator]
+    _, skip, said, warned, again = losses.lost("SIGKILL", 7, [(1, 24), (2, 36)])
+    assert (skip, again) == (SkipEvaluation(1), StartEvaluator()) and isinstance(said, Say)
+    assert isinstance(warned, Warn) and "version 24 is not evaluated: 3 evaluators in a row" in warned.text
+    last = losses.lost("SIGKILL", 7, [(2, 36)])
+    assert kinds_of(last) == [Say, SkipEvaluation, Say, Warn], "no further try before one has finished"

@@ -364,13 +364,11 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
                 self.recorder.event(f"{lost}; {moved}", kind="node lost", node=number, pid=pid)
         elif process.role == "relay":
             self.supervision.shard_lost(f"the relay of machine {rank} (pid {pid}) ended with {how}", pid=pid)
-        elif process.role == "learner":
+        else:
             why = f"its process (pid {pid}) ended with {how}"
             notes, _ = self._vitals().learners.get(number, (0, False))
             stepped = not own_fault or notes > 0
             self.supervision.lost(number, why, stepped=stepped, pid=pid)
-        else:
-            self.fail(LostError(f"{process.role} {rank} (pid {pid}) ended with {how}"))
 
     # -- statistics and the end --------------------------------------------------------------------------
 

@@ -26,7 +26,15 @@ from syncline.engines.local.shared_pickle import Parcel, pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
 from syncline.errors import RunError, raised_in
-from syncline.protocols.lifecycle import Faults, Hangs, Kill, Watchdog
+from syncline.protocols.lifecycle import (
+    EvaluatorLosses,
+    Faults,
+    Hangs,
+    Kill,
+    SkipEvaluation,
+    StartEvaluator,
+    Watchdog,
+)
 
 LOOK = 0.25  # seconds between looks at timers
 PATIENCE = 10.0  # seconds that a caller waits for statistics
@@ -52,6 +60,8 @@ class RunSupervisor(ABC):
         self._wake = WakeUp()
         self._task: Parcel | None = None
         self._evaluator: Process | None = None  # tests snapshots beside the learners (R6)
+        self._evaluation: Parcel | None = None  # what it runs
+        self._evaluator_losses = EvaluatorLosses()
         self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
         self._urgent = False  # timers are looked at whenever something has happened
 
@@ -100,14 +110,12 @@ class RunSupervisor(ABC):
             self.fail(error)
 
     def _begin(self) -> None:
-        self._task, evaluate = pack_task(self.spec)
-        self._processes = Processes(self._hear, self._ended, self._crashes, self.spec.name)
+        self._task, self._evaluation = pack_task(self.spec)
+        self._processes = Processes(self._hear, self._process_ended, self._crashes, self.spec.name)
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
-        if evaluate is not None:
-            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, part="evaluator")
-            self._evaluator.channel.post(evaluate)
-            evaluate.close()
+        if self._evaluation is not None:
+            self._start_evaluator()
 
     def _loop(self) -> None:
         while self.error is None and not self._over():
@@ -123,26 +131,56 @@ class RunSupervisor(ABC):
             self._wake.close()
         if "_processes" in self.__dict__:
             self._processes.close(kill=self.error is not None)
-        if self._task is not None:
-            self._task.close()
+        for parcel in (self._task, self._evaluation):
+            if parcel is not None:
+                parcel.close()
 
     def _hear(self, process: Process, message: Any) -> None:
         if process.role != "evaluator":
             self._heard(process, message)
         elif isinstance(message, m.Raised):
+            process.state = "raised"
             what = said(message.error) if message.error is not None else raised_in(message.traceback)
             self.fail(RunError(f"evaluation failed: {what}\n\n{message.traceback}"))
         else:
+            self._evaluator_losses.evaluated()
             self._snapshots.popleft()
             if self._snapshots:
                 process.channel.post(self._snapshots[0])
             self.recorder.evaluated(*message)
 
+    def _process_ended(self, process: Process, how: str) -> None:
+        if process.role == "evaluator":
+            self._lose_evaluator(process, how)
+        else:
+            self._ended(process, how)
+
+    def _start_evaluator(self) -> None:
+        assert self._evaluation is not None
+        self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, part="evaluator")
+        self._evaluator.channel.post(self._evaluation)
+        if self._snapshots:
+            self._evaluator.channel.post(self._snapshots[0])
+
+    def _lose_evaluator(self, process: Process, how: str) -> None:
+        process.state, self._evaluator = "lost", None
+        waiting = [(epoch, self.recorder.version_of(epoch)) for epoch, _ in self._snapshots]
+        for decision in self._evaluator_losses.lost(how, process.pid, waiting):
+            match decision:
+                case StartEvaluator():
+                    self._start_evaluator()
+                case SkipEvaluation(epoch):
+                    self._snapshots.popleft()
+                    self.recorder.skip_evaluation(epoch)
+                case _:
+                    self.recorder.say(decision)
+
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
-        """Snapshots wait here: a slow test must not fill its channel."""
-        assert self._evaluator is not None
+        """Queue a snapshot: the channel has one at a time, so that a slow evaluation does not fill it."""
         self._snapshots.append((epoch, state))
-        if len(self._snapshots) == 1:
+        if self._evaluator is None:
+            self._start_evaluator()
+        elif len(self._snapshots) == 1:
             self._evaluator.channel.post(self._snapshots[0])
 
     def kill(self, process: Process, why: str) -> None:
