@@ -14,7 +14,6 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import syncline as sl
 from syncline.errors import LostError, RunError

@@ -252,7 +252,7 @@ def kills_itself(model: nn.Module, folder: Path, times: int) -> dict[str, float]
 
 
 def evaluated(kind: str, folder: Path, times: int, **options: Any) -> sl.Run:
-    """Start a short run whose evaluator dies so many times."""
+    """Start a short run; its evaluator dies so many times."""
     folder.mkdir()
     evaluate = partial(kills_itself, folder=folder, times=times)
     if kind == "batch method":
@@ -273,9 +273,13 @@ def test_an_evaluator_that_dies_is_replaced_and_every_epoch_is_evaluated(kind: s
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_an_evaluation_that_kills_every_evaluator_is_skipped_with_a_warning(kind: str, tmp_path: Path) -> None:
+def test_an_evaluation_that_kills_every_evaluator_is_skipped_with_a_warning(
+    kind: str, tmp_path: Path
+) -> None:
     run = evaluated(kind, tmp_path / "deaths", 3, run_dir=tmp_path / "run")
-    with pytest.warns(sl.errors.SynclineWarning, match="is not evaluated: 3 evaluators in a row ended") as said:
+    with pytest.warns(
+        sl.errors.SynclineWarning, match="is not evaluated: 3 evaluators in a row ended"
+    ) as said:
         result = run.wait(timeout=60)
     first, *others = result.history
     assert first.skipped and first.metrics == {} and f"version {first.version} is not" in str(said[0].message)

@@ -304,7 +304,7 @@ class Recorder:
             self._tell(Snapshot(record, state))
 
     def version_of(self, epoch: int) -> int | None:
-        """Return the version of an epoch whose evaluation is not finished."""
+        """Return the version of an epoch, if its evaluation is not finished."""
         return self._open[epoch].version if epoch in self._open and epoch not in self._void else None
 
     def skip_evaluation(self, epoch: int) -> None:

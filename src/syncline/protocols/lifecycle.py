@@ -42,6 +42,7 @@ class Grace:
 
     cut: float  # until a last checkpoint has begun
     step: float  # until learners have finished their step
+    save: float = 10.0  # until the last checkpoint of a run that has failed has begun
 
 
 # -- decisions ---------------------------------------------------------------------------------------------
@@ -104,6 +105,11 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """Write a checkpoint of a run that has failed, from the shards that live; then end it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The run ends with this."""
 
@@ -158,6 +164,7 @@ Decision = (
     | StopLearners
     | Kill
     | Finish
+    | SaveFailed
     | Fail
     | StartEvaluator
     | SkipEvaluation
@@ -379,6 +386,21 @@ class Lifecycle:
             return []
         self._failed = True
         return [Fail(error)]
+
+    def save_failed(self, now: float) -> list[Decision]:
+        """Decide what becomes of the state of a run that ends with an error while all its shards live.
+
+        Nothing else is decided any more. A table of which the learner holds a part (M16) cannot be saved without it.
+        """
+        self._failed = True
+        if not self._recovers or self._hold or self._grace is None:
+            return []
+        self._deadline = now + self._grace.save
+        return [SaveFailed()]
+
+    def waits_to_save(self, now: float, *, begun: bool) -> bool:
+        """Return whether a failed run still waits for its last checkpoint: until it is written, if it begins in time."""
+        return begun or (self._deadline is not None and now <= self._deadline)
 
 
 # -- the evaluator -----------------------------------------------------------------------------------------

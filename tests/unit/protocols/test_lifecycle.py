@@ -24,6 +24,7 @@ from syncline.protocols.lifecycle import (
     Leave,
     Lifecycle,
     PrepareStop,
+    SaveFailed,
     Say,
     SkipEvaluation,
     StartEvaluator,
@@ -401,6 +402,21 @@ def test_who_has_left_is_forgotten() -> None:
     patience.look(0.0, {1: 0, 2: 0}, set())
     assert patience.look(5.0, {2: 1}, set()) == []
     assert patience.silence(1, 5.0) == 0.0
+
+
+def test_a_run_that_fails_is_saved_once_if_that_begins_in_time() -> None:
+    run = life(grace=GRACE)
+    assert run.save_failed(100.0) == [SaveFailed()]
+    assert run.lost(1, "it died", stepped=True) == [] and run.shard_lost("shard 0 ended") == []
+    assert run.waits_to_save(100.0 + GRACE.save, begun=False)
+    assert not run.waits_to_save(100.5 + GRACE.save, begun=False)
+    assert run.waits_to_save(900.0, begun=True), "until it is written"
+
+
+@pytest.mark.parametrize("options", [{"recovers": False}, {"hold": True}])
+def test_what_cannot_be_saved_is_not(options: dict[str, Any]) -> None:
+    run = life(grace=GRACE, **options)
+    assert run.save_failed(100.0) == [] and run.raised(1, ValueError()) == []
 
 
 # -- the evaluator -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_pickle import Parcel
-from syncline.engines.local.supervisor_base import SHARD_PATIENCE, HangDetection, RunSupervisor
+from syncline.engines.local.supervisor_base import LOOK, SHARD_PATIENCE, HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
@@ -29,7 +29,7 @@ from syncline.errors import LostError, RunError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.lifecycle import Faults, Grace, Lifecycle
 from syncline.roles.coordinator import Coordinator
-from syncline.table.checkpoints import Folder, Written
+from syncline.table.checkpoints import CheckpointError, Folder, Written
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
@@ -397,10 +397,30 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
 
         return self._with_processes(statistics, state)
 
+    def _save_failed(self) -> None:
+        if "supervision" not in self.__dict__ or not self._saves:
+            return
+        self.supervision.save_failed()
+        while self._saves and self.supervision.saving_failed:
+            self._processes.work(LOOK)
+
+    @property
+    def _saves(self) -> bool:
+        live = all(process.state == "running" for process in self.servers.values())
+        return live and not self._at_once
+
     def _end(self) -> None:
         error, last = self.error, self.supervision.last if "supervision" in self.__dict__ else None
-        if isinstance(error, LostError) and last is not None and error.__cause__ is None:  # else it is no use
-            error.args = (f"{error}; the last checkpoint is {last}: resume= goes on from it",)
+        if (
+            isinstance(error, RunError)
+            and last is not None
+            and not isinstance(error.__cause__, CheckpointError)
+        ):
+            resume = f"the last checkpoint is {last}: resume= goes on from it"
+            if isinstance(error, LostError):
+                error.args = (f"{error}; {resume}",)
+            else:
+                error.add_note(resume)
         self.outcome.statistics = self._complete(self.outcome.statistics)
         self._close()
         if self._writer is not None:

@@ -51,6 +51,7 @@ class RunSupervisor(ABC):
         self.spec, self._crashes = spec, crashes or {}
         self._started = self._looked = time.monotonic()
         self._begun = False  # its processes are started
+        self._at_once = False  # a second Ctrl-C: nothing is saved any more
         self.done = threading.Event()
         self.elsewhere: list[list[Process]] = []  # what was started on other machines
         self._commands: list[Callable[[], None]] = []
@@ -85,6 +86,7 @@ class RunSupervisor(ABC):
 
     def fail(self, error: BaseException) -> None:
         """The first failure is the one that is told."""
+        self._at_once |= not isinstance(error, Exception)
         self.recorder.error = self.recorder.error or error
 
     # -- the thread --------------------------------------------------------------------------------------
@@ -97,6 +99,8 @@ class RunSupervisor(ABC):
             self._changed.notify_all()
         if self.error is None:
             self._guard(self._loop)
+        if self.error is not None:
+            self._guard(self._save_failed)
         self._guard(self._end)
         self.outcome.seconds = self.now()
         self.done.set()
@@ -225,6 +229,9 @@ class RunSupervisor(ABC):
     @abstractmethod
     def _questioned(self, number: int) -> None:
         """A caller waits for an answer of that number."""
+
+    def _save_failed(self) -> None:  # noqa: B027 - others have no state that is whole at any moment
+        """Write a last checkpoint of a run that has failed, where the processes that hold its state live."""
 
     @abstractmethod
     def _end(self) -> None:
