@@ -441,6 +441,47 @@ class EvaluatorLosses:
 # -- among equals ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class AskCopy:
+    """Have this learner save its copy of the state."""
+
+    rank: int
+
+
+class LastCopy:
+    """Decide which learner saves a run among equals that has failed; all have the same copy, but few can be asked.
+
+    A learner is free when its own code has raised, or its collective has broken. The others wait in collectives.
+    """
+
+    def __init__(self, now: float, seconds: float) -> None:
+        self._deadline = now + seconds
+        self._tried: set[int] = set()
+        self._asked: int | None = None
+        self._over = False
+
+    def look(self, free: Collection[int], saved: bool) -> list[AskCopy]:
+        """Ask the next of the learners that are free; one that is not any more has ended without an answer."""
+        self._over |= saved
+        if self._asked is not None and self._asked not in free:
+            self._asked = None
+        left = sorted(set(free) - self._tried)
+        if self._over or self._asked is not None or not left:
+            return []
+        self._asked = left[0]
+        self._tried.add(left[0])
+        return [AskCopy(left[0])]
+
+    def refused(self, rank: int, *, whole: bool) -> None:
+        """Note that a learner has nothing to save; `whole`: nor has any other."""
+        self._asked = None if self._asked == rank else self._asked
+        self._over |= whole
+
+    def waits(self, now: float, *, begun: bool) -> bool:
+        """Return whether the run still waits for its last checkpoint."""
+        return not self._over and (begun or now <= self._deadline)
+
+
 def alone(what: str) -> LostError:
     """Whoever is lost among equals ends the run for all."""
     return LostError(f"{what}; under all-reduce the others cannot go on without it")

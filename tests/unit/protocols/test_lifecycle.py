@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from syncline.errors import LostError, UsageError
 from syncline.protocols.lifecycle import (
     MOST,
+    AskCopy,
     BeginAnew,
     Decision,
     EvaluatorLosses,
@@ -21,6 +22,7 @@ from syncline.protocols.lifecycle import (
     Grace,
     Hangs,
     Kill,
+    LastCopy,
     Leave,
     Lifecycle,
     PrepareStop,
@@ -417,6 +419,24 @@ def test_a_run_that_fails_is_saved_once_if_that_begins_in_time() -> None:
 def test_what_cannot_be_saved_is_not(options: dict[str, Any]) -> None:
     run = life(grace=GRACE, **options)
     assert run.save_failed(100.0) == [] and run.raised(1, ValueError()) == []
+
+
+def test_learners_among_equals_are_asked_for_their_copy_one_after_the_other() -> None:
+    copy = LastCopy(100.0, 10.0)
+    assert copy.look([], saved=False) == [] and copy.waits(110.0, begun=False)
+    assert copy.look([3, 1], saved=False) == [AskCopy(1)] and copy.look([1, 3], saved=False) == []
+    copy.refused(1, whole=False)
+    assert copy.look([1, 3], saved=False) == [AskCopy(3)], "none is asked twice"
+    assert copy.look([1, 5], saved=False) == [AskCopy(5)], "3 has ended without an answer"
+    assert not copy.waits(111.0, begun=False) and copy.waits(111.0, begun=True)
+    assert copy.look([1, 5], saved=True) == [] and not copy.waits(101.0, begun=False)
+
+
+def test_a_learner_whose_copy_is_whole_and_saved_speaks_for_all() -> None:
+    copy = LastCopy(100.0, 10.0)
+    copy.look([0], saved=False)
+    copy.refused(0, whole=True)
+    assert not copy.waits(100.0, begun=False) and copy.look([0, 1], saved=False) == []
 
 
 # -- the evaluator -------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from syncline.engines.local.supervisor_base import LOOK, SHARD_PATIENCE, HangDet
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
-from syncline.errors import LostError, RunError
+from syncline.errors import RunError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.lifecycle import Faults, Grace, Lifecycle
 from syncline.roles.coordinator import Coordinator
-from syncline.table.checkpoints import CheckpointError, Folder, Written
+from syncline.table.checkpoints import Folder, Written
 
 GRACE = 5.0  # seconds that learners get to finish their step after a stop
 LAST_CUT = 1.0  # seconds that a stop waits for a checkpoint to begin
@@ -410,17 +410,6 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
         return live and not self._at_once
 
     def _end(self) -> None:
-        error, last = self.error, self.supervision.last if "supervision" in self.__dict__ else None
-        if (
-            isinstance(error, RunError)
-            and last is not None
-            and not isinstance(error.__cause__, CheckpointError)
-        ):
-            resume = f"the last checkpoint is {last}: resume= goes on from it"
-            if isinstance(error, LostError):
-                error.args = (f"{error}; {resume}",)
-            else:
-                error.add_note(resume)
         self.outcome.statistics = self._complete(self.outcome.statistics)
         self._close()
         if self._writer is not None:

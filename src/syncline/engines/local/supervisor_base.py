@@ -25,7 +25,7 @@ from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.shared_pickle import Parcel, pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
-from syncline.errors import RunError, raised_in
+from syncline.errors import LostError, RunError, raised_in
 from syncline.protocols.lifecycle import (
     EvaluatorLosses,
     Faults,
@@ -35,6 +35,7 @@ from syncline.protocols.lifecycle import (
     StartEvaluator,
     Watchdog,
 )
+from syncline.table.checkpoints import CheckpointError
 
 LOOK = 0.25  # seconds between looks at timers
 PATIENCE = 10.0  # seconds that a caller waits for statistics
@@ -101,6 +102,7 @@ class RunSupervisor(ABC):
             self._guard(self._loop)
         if self.error is not None:
             self._guard(self._save_failed)
+            self._name_last_checkpoint()
         self._guard(self._end)
         self.outcome.seconds = self.now()
         self.done.set()
@@ -203,6 +205,18 @@ class RunSupervisor(ABC):
             return self.spec.threads
         return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
 
+    def _name_last_checkpoint(self) -> None:
+        """Say in the error which checkpoint to resume from, unless that is what could not be read."""
+        error = self.error
+        paths = [event.details["path"] for event in self.outcome.events if event.kind == "checkpoint"]
+        if not paths or not isinstance(error, RunError) or isinstance(error.__cause__, CheckpointError):
+            return
+        resume = f"the last checkpoint is {paths[-1]}: resume= goes on from it"
+        if isinstance(error, LostError):
+            error.args = (f"{error}; {resume}",)
+        else:
+            error.add_note(resume)
+
     # -- what a run consists of --------------------------------------------------------------------------
 
     @abstractmethod
@@ -230,7 +244,7 @@ class RunSupervisor(ABC):
     def _questioned(self, number: int) -> None:
         """A caller waits for an answer of that number."""
 
-    def _save_failed(self) -> None:  # noqa: B027 - others have no state that is whole at any moment
+    def _save_failed(self) -> None:  # noqa: B027 - a batch method's state is whole between iterations only
         """Write a last checkpoint of a run that has failed, where the processes that hold its state live."""
 
     @abstractmethod
