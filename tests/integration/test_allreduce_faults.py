@@ -8,17 +8,19 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import syncline as sl
 from syncline.errors import LostError, RunError
-from tests.integration.small_runs import alive
+from syncline.table.checkpoints import Folder
+from tests.integration.small_runs import alive, same
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -133,28 +135,66 @@ def test_one_that_hangs_is_named_or_ended() -> None:
     within(2 * LIMIT, launch, LostError, "learner 1 .* ended with signal SIGKILL")
 
 
-def broken_test(model: nn.Module) -> dict[str, float]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
+class FailsAt(Dataset[Any]):
+    """Examples; reading number 30 for the second time raises, or ends the process."""
+
+    def __init__(self, folder: Path | None = None, how: str = "") -> None:
+        self.x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        self.folder, self.how = folder, how
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        if index == 30 and self.folder is not None:
+            read = self.folder / "read"
+            if read.exists() and self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif read.exists():
+                raise ValueError("a bad example")
+            read.touch()
+        return (self.x[index],)
 
 
-def test_an_evaluator_that_dies() -> None:
-    data = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
+def raises_after_two(record: Any) -> None:
+    if record.epoch == 1:
+        raise ValueError("in the second epoch")
 
-    def train() -> None:
+
+def trained(data: Dataset[Any], topology: str, **options: Any) -> sl.Result:
+    torch.manual_seed(0)
+    given = {"learners": 2, "batch_size": 4, "epochs": 4, "threads": 1, "objective": mean_square, **options}
+    adam = partial(torch.optim.Adam, lr=0.01)
+    return sl.train(nn.Linear(4, 1), data, optimizer=adam, sync="hardsync", topology=topology, **given)
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, "allreduce:layerwise,apply=reverse"])
+@pytest.mark.parametrize("how", ["raises", "dies", "a callback raises"])
+def test_a_run_that_fails_leaves_a_checkpoint_of_a_copy(how: str, topology: str, tmp_path: Path) -> None:
+    """The copy of any learner that lives: with two learners the resumed run has the bits of one that never failed."""
+    callbacks = [raises_after_two] if how == "a callback raises" else []
+    data = FailsAt(tmp_path if not callbacks else None, how)
+    with pytest.raises(RunError):
+        trained(data, topology, run_dir=tmp_path / "run", callbacks=callbacks)
+    (path,) = Folder(tmp_path / "run" / "checkpoints").all()
+    assert int(path.name) >= 8
+    resumed, whole = trained(FailsAt(), topology, resume=tmp_path / "run"), trained(FailsAt(), topology)
+    assert resumed.statistics.tables[0].examples == 4 * 64
+    assert same(resumed.state_dict(), whole.state_dict())
+
+
+def test_averages_in_flight_are_not_saved_and_the_run_ends_at_once(tmp_path: Path) -> None:
+    data = FailsAt(tmp_path, "raises")
+    with pytest.raises(RunError, match="a bad example"):
         sl.train(
-            nn.Linear(4, 1),
-            data,
-            loss=nn.functional.mse_loss,
-            optimizer=SGD,
-            sync="hardsync",
-            topology="allreduce",
-            batch_size=2,
-            epochs=50,
-            evaluate=broken_test,
-        )
-
-    within(2 * LIMIT, train, LostError, "evaluator 0 .* ended with signal SIGKILL")
+            nn.Linear(4, 1), data, objective=mean_square, optimizer=SGD, sync="delayed:2", topology="allreduce",
+            learners=2, batch_size=4, epochs=4, run_dir=tmp_path / "run",
+        )  # fmt: skip
+    assert Folder(tmp_path / "run" / "checkpoints").all() == []
 
 
 def test_nothing_stays_behind() -> None:

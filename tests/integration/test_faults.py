@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 import warnings
@@ -21,8 +22,8 @@ from torch.utils.data import TensorDataset
 import syncline as sl
 from syncline.engines.run import Event
 from syncline.errors import LearnerError
-from tests.integration import small_runs
-from tests.integration.small_runs import PRESETS, points
+from tests.integration import batch_runs, small_runs
+from tests.integration.small_runs import PRESETS, points, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -236,3 +237,66 @@ def test_random_kills_with_three_learners(number: int) -> None:
     result = start(script=script, sync=sync, replace=True, epochs=3).wait(timeout=120)
     assert len(events(result, "lost")) == KILLS
     check_account(result, epochs=3)
+
+
+# -- the evaluator -------------------------------------------------------------------------------------------
+
+
+def kills_itself(model: nn.Module, folder: Path, times: int) -> dict[str, float]:
+    """Die in the first evaluations, so many times."""
+    deaths = len(list(folder.iterdir()))
+    if deaths < times:
+        (folder / f"{deaths}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"one": 1.0}
+
+
+def evaluated(kind: str, folder: Path, times: int, **options: Any) -> sl.Run:
+    """Start a short run; its evaluator dies so many times."""
+    folder.mkdir()
+    evaluate = partial(kills_itself, folder=folder, times=times)
+    if kind == "batch method":
+        return batch_runs.start(steps=3, evaluate=evaluate, **options)
+    given = {"topology": "allreduce", "objective": None, "loss": F.cross_entropy} if kind == "peers" else {}
+    return start(sync="hardsync", epochs=3, evaluate=evaluate, **given, **options)
+
+
+RUNS = ["servers", "peers", "batch method"]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_evaluator_that_dies_is_replaced_and_every_epoch_is_evaluated(kind: str, tmp_path: Path) -> None:
+    result = evaluated(kind, tmp_path / "deaths", 2).wait(timeout=60)
+    assert [record.metrics for record in result.history] == [{"one": 1.0}] * 3
+    lost = events(result, "evaluator lost")
+    assert len(lost) == 2 and all("ended with signal SIGKILL" in event.what for event in lost)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_evaluation_that_kills_every_evaluator_is_skipped_with_a_warning(
+    kind: str, tmp_path: Path
+) -> None:
+    run = evaluated(kind, tmp_path / "deaths", 3, run_dir=tmp_path / "run")
+    with pytest.warns(
+        sl.errors.SynclineWarning, match="is not evaluated: 3 evaluators in a row ended"
+    ) as said:
+        result = run.wait(timeout=60)
+    first, *others = result.history
+    assert first.skipped and first.metrics == {} and f"version {first.version} is not" in str(said[0].message)
+    assert [record.metrics for record in others] == [{"one": 1.0}] * 2
+    assert len(events(result, "evaluator lost")) == 3
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_idle_evaluator_that_is_killed_is_replaced(kind: str, tmp_path: Path) -> None:
+    run = evaluated(kind, tmp_path / "deaths", 0)
+
+    def evaluator() -> int | None:
+        found = [each.pid for each in run.statistics().processes if each.role == "evaluator"]
+        return found[0] if found else None
+
+    until(evaluator)
+    if (pid := evaluator()) is not None:
+        os.kill(pid, signal.SIGKILL)
+    result = run.wait(timeout=60)
+    assert [record.metrics for record in result.history] == [{"one": 1.0}] * 3

@@ -417,7 +417,7 @@ def test_a_killed_learner_is_survived(sync: str, victim: int) -> None:
     assert len(result.returned) == 3 and result.returned[victim] is None
 
 
-@pytest.mark.parametrize("role", ["learner", "shard", "evaluator"])
+@pytest.mark.parametrize("role", ["learner", "shard"])
 def test_a_loss_that_cannot_be_survived_is_one_error(role: str) -> None:
     """All learners, or a process that the run needs: the message says which, and nothing hangs."""
     run = train(

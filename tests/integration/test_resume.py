@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -25,7 +26,7 @@ import syncline as sl
 from syncline.dial import Course
 from syncline.engines import checkpoint_writer as files
 from syncline.engines.checkpoint_options import Checkpoints
-from syncline.errors import LearnerError, UsageError
+from syncline.errors import LearnerError, LostWarning, RunError, UsageError
 from syncline.report.run_record import read_run
 from syncline.roles.run_plan import RunPlan
 from syncline.table.checkpoints import CheckpointError, Folder
@@ -365,3 +366,69 @@ def test_going_on_from_a_live_run_that_prunes_meanwhile(tmp_path: Path) -> None:
         run.stop()
         run.wait(timeout=60)
     assert versions == sorted(versions) and versions[-1] > versions[0]
+
+
+# -- runs that fail --------------------------------------------------------------------------------------------
+
+
+def linear(**options: Any) -> sl.Result:
+    """Train what draws no random numbers, so that runs can be compared to the bit."""
+    given = {"optimizer": partial(SGD, lr=0.1, momentum=0.9), "schedule": None, "learners": 2, "epochs": 3}
+    return train(model=partial(nn.Linear, 6, 2), **{**given, **options})
+
+
+def fails_at(model: nn.Module, batch: Any, update: int, how: str) -> Tensor:
+    """Raise, or end the process, in the forward pass after so many in this process."""
+    fails_at.passes = getattr(fails_at, "passes", 0) + 1  # type: ignore[attr-defined]
+    if fails_at.passes > update:  # type: ignore[attr-defined]
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("a bad example")
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def raises(record: Any) -> None:
+    raise ValueError(f"in epoch {record.epoch}")
+
+
+FAILURES: dict[str, tuple[dict[str, Any], str]] = {
+    "a learner raises": (
+        {"loss": None, "objective": partial(fails_at, update=9, how="raises")},
+        "a bad example",
+    ),
+    "all learners die": (
+        {"loss": None, "objective": partial(fails_at, update=9, how="dies")},
+        "all learners are lost",
+    ),
+    "a callback fails": ({"callbacks": [raises]}, "a callback failed"),
+    "the evaluation fails": ({"evaluate": raises}, "evaluation failed"),
+}
+
+
+@pytest.mark.parametrize("topology", ["servers:2", "tree:2,servers=2"])
+@pytest.mark.parametrize("why", FAILURES)
+def test_a_run_that_fails_leaves_a_checkpoint_of_what_its_shards_hold(
+    why: str, topology: str, tmp_path: Path
+) -> None:
+    options, words = FAILURES[why]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LostWarning)
+        with pytest.raises(RunError, match=words):
+            linear(run_dir=tmp_path, topology=topology, **options)
+    (path,) = Folder(tmp_path / "checkpoints").all()
+    assert int(path.name) >= 6
+    resumed = linear(resume=tmp_path, topology=topology)
+    assert resumed.statistics.tables[0].examples == 3 * SIZE
+    # the gradient of a learner that outlives another is an update by itself (M8)
+    assert same(resumed, linear(topology=topology)) or why == "all learners die"
+
+
+def test_a_run_that_fails_before_its_first_update_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match="a bad example"):
+        linear(run_dir=tmp_path, loss=None, objective=partial(fails_at, update=0, how="raises"))
+    assert Folder(tmp_path / "checkpoints").all() == []
+    with pytest.raises(
+        CheckpointError, match=r"the run there failed before its first update \(learner . raised Value"
+    ):
+        linear(resume=tmp_path)
+    linear(run_dir=tmp_path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -50,6 +50,9 @@ from syncline.cli.error_output import told, warn_shortly, write_all_letters
 from syncline.dial import LATER, PRESETS
 from syncline.errors import UsageError
 from syncline.terminal import Terminal, visible
+
+if TYPE_CHECKING:
+    from syncline.report.run_record import RunRecord
 
 SAVED = ".safetensors"
 NETS = (".toml", SAVED)
@@ -214,7 +217,6 @@ def show(
     with told(debug):
         from syncline.report.clock_file import clock_lines
         from syncline.report.run_panel import panel
-        from syncline.report.run_record import read_run
         from syncline.report.run_text import duration, event_line, how, print_line, print_rows, summary
 
         if run is not None and run.suffix in NETS and not run.is_dir():
@@ -227,7 +229,7 @@ def show(
             for line in clock_lines(folder):
                 print(line)
             return
-        record, console = read_run(folder), Terminal()
+        record, console = _read(folder), Terminal()
         console.print(panel(record))
         print_line(console, how(record), "bold")
         took = [("simulating took", duration(record.took))] if record.took is not None else []
@@ -255,6 +257,20 @@ def _show_net(file: Path, *, graph: bool) -> None:
         print(visible(f"graph: {picture}"))
 
 
+def _read(folder: Path) -> RunRecord:
+    """Read a run, and report on stderr what is damaged in its folder."""
+    from syncline.report.run_record import EVENTS, read_run
+
+    record = read_run(folder)
+    if damage := record.damage:
+        count = (
+            f"{len(damage)} damaged lines are left out, the first is" if len(damage) > 1 else "left out is"
+        )
+        text = f"{record.path / EVENTS}: {count} {damage[0]}; what is shown lacks them"
+        typer.echo(visible(text), err=True)
+    return record
+
+
 def _newest() -> Path:
     from syncline.report.run_record import EVENTS
 
@@ -275,9 +291,8 @@ def compare(
     """Put several runs side by side, with a plot if wanted."""
     with told(debug):
         from syncline.report.run_panel import comparison, write_plot
-        from syncline.report.run_record import read_run
 
-        records = [read_run(run) for run in runs]
+        records = [_read(run) for run in runs]
         Terminal().print(comparison(records))
         if plot is not None:
             write_plot(records, plot)

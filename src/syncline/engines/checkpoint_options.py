@@ -129,7 +129,16 @@ class Checkpoints:
         """Return the checkpoint to resume from. One in another folder is linked here: the run there may be alive and prune it."""
         if self.resume is None:
             return None
-        return find(self.resume) if folder is None or self._is_own(folder.root) else folder.adopt(self.resume)
+        try:
+            own = folder is None or self._is_own(folder.root)
+            return find(self.resume) if own or folder is None else folder.adopt(self.resume)
+        except CheckpointError as error:
+            root = checkpoints_of(Path(self.resume).resolve())
+            story = what_happened(root.parent / EVENTS) if not Folder(root).all() else ""
+            if not story:
+                raise
+            again = "nothing of it can be resumed: start it without resume; checkpoint_every= sets how often one is written"
+            raise CheckpointError(f"no checkpoint in {root.parent}: {story}; {again}") from error
 
     def _is_own(self, root: Path) -> bool:
         """Return whether `resume` means the run folder of these checkpoints, or one of them."""
@@ -230,6 +239,25 @@ def has_trained(events: Path) -> bool:
             if said not in (("start", None), ("end", "failed")) and line.get("examples") != 0:
                 return True
     return False
+
+
+def what_happened(events: Path) -> str:
+    """Say how a run without a checkpoint ended, by its lines; nothing where there are none of a run."""
+    version, end, problem, started = 0, None, "", False
+    with contextlib.suppress(OSError), events.open(errors="replace") as lines:
+        for text in lines:
+            with contextlib.suppress(ValueError, RecursionError, AttributeError):
+                line = json.loads(text)
+                kind = line.get("kind")
+                started, end = started or kind == "start", line if kind == "end" else end
+                version = number if isinstance(number := line.get("version"), int) else version
+                problem = str(line.get("what")) if line.get("event") == "checkpoint failed" else problem
+    if not started:
+        return ""
+    how = end.get("how", "finished") if end is not None else "was killed, or is still running,"
+    error = str(end.get("error") or "").strip() if end is not None else ""
+    after = f" after {version} updates" if version else " before its first update"
+    return f"the run there {how}{after}{f' ({error})' if error else ''}, and no checkpoint was written{f' ({problem})' if problem else ''}"
 
 
 class RunLock:

@@ -303,6 +303,16 @@ class Recorder:
         if state is not None:
             self._tell(Snapshot(record, state))
 
+    def version_of(self, epoch: int) -> int | None:
+        """Return the version of an epoch, if its evaluation is not finished."""
+        return self._open[epoch].version if epoch in self._open and epoch not in self._void else None
+
+    def skip_evaluation(self, epoch: int) -> None:
+        """Close an epoch's record without metrics."""
+        if epoch in self._open and epoch not in self._void:
+            self._open[epoch].skipped = True
+        self.evaluated(epoch, {})
+
     def _close(self, record: EpochRecord) -> None:
         """An epoch that is made again takes the place of the old."""
         history = self.outcome.history

@@ -72,6 +72,7 @@ class Supervision:
         self.lifecycle, self._crew, self._now = lifecycle, crew, now
         self._coordinator, self._recorder = crew.coordinator, crew.recorder
         self.last: Path | None = None  # checkpoint
+        self._whole = True  # not in the middle of going back
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -120,6 +121,18 @@ class Supervision:
     def tick(self) -> None:
         self._carry_out(self.lifecycle.tick(self._now()))
 
+    def save_failed(self) -> None:
+        """Begin the last checkpoint of a run that has failed, while all its shards live."""
+        if self._whole:
+            self._carry_out(self.lifecycle.save_failed(self._now()))
+
+    @property
+    def saving_failed(self) -> bool:
+        """Return whether to wait for that checkpoint."""
+        if not self._coordinator.saving_failed:
+            return False
+        return self.lifecycle.waits_to_save(self._now(), begun=self._coordinator.cutting)
+
     # -- decisions ---------------------------------------------------------------------------------------
 
     def _carry_out(self, decisions: Iterable[life.Decision]) -> None:
@@ -144,6 +157,8 @@ class Supervision:
                     self._crew.kill_learner(learner, why)
                 case life.Finish():
                     self._crew.finish()
+                case life.SaveFailed():
+                    self._coordinator.save_failed()
                 case life.Fail(error):
                     self._crew.fail(error)
                 case _:
@@ -154,7 +169,7 @@ class Supervision:
             self._crew.start_learner(learner, rank)
 
     def _go_back(self, decision: life.GoBack) -> None:
-        began = self._now()
+        began, self._whole = self._now(), False
         for learner in decision.ended:
             self._crew.end_learner(learner)
             self._coordinator.leave(learner, lost=False)
@@ -167,6 +182,7 @@ class Supervision:
             return
         self._recorder.go_back(last)
         self._coordinator.recover(last, decision.learners)
+        self._whole = True
         self._start_all(decision.learners)
         version, seconds = last.version if last else 0, self._now() - began
         anew = ", and all learners begin anew" if decision.start else ""

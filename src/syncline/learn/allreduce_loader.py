@@ -49,6 +49,7 @@ class AllReduceLoader(LoaderBase):
         self._given = 0  # rounds of this epoch
         self._settled = 0  # of them, in gradients
         self._halted: Standing | None = None  # where it stood when the run was to end
+        self._left_at: Standing | None = None  # where it stood when its loop ended, until the next step
         self._begin(kept)
 
     def _begin(self, kept: LoaderState | None) -> None:
@@ -72,7 +73,7 @@ class AllReduceLoader(LoaderBase):
 
     def settle(self) -> None:
         """A step was taken: what was handed out is in gradients."""
-        self._settled = self._given
+        self._settled, self._left_at = self._given, None
 
     def standing(self) -> Standing:
         """What a checkpoint says of it: all that is in gradients is done."""
@@ -80,6 +81,10 @@ class AllReduceLoader(LoaderBase):
             return self._halted
         left = self._left_over()
         return standing(self.epoch, left) if left is not None else Standing.before(self.epoch)
+
+    def standing_at_failure(self) -> Standing:
+        """Return where the loop stands that an exception has ended, or is about to end: Python closes iterators first."""
+        return self._left_at or self.standing()
 
     def __len__(self) -> int:
         """Batches of an epoch that this loop sees, those that it repeats without weight included."""
@@ -90,7 +95,7 @@ class AllReduceLoader(LoaderBase):
         session = self._session
         session.epoch_begins(self.number, self.epoch)
         self._rounds = self._rounds_of(self._left) if self._left is not None else self._whole
-        self._left, self._given, self._settled = None, 0, 0
+        self._left, self._left_at, self._given, self._settled = None, None, 0, 0
         source = self._source()
         try:
             while session.goes_on() and self._given < self._rounds.count:
@@ -102,6 +107,7 @@ class AllReduceLoader(LoaderBase):
                 yield batch
         finally:
             source.close()
+            self._left_at = self.standing()
             if self._given < self._rounds.count:
                 if session.ending:
                     self._halted = self.standing()
@@ -171,8 +177,9 @@ class AllReduceSplitLoader(AllReduceLoader):
         try:
             yield from self._epoch()
         finally:
-            if self._iterating and self._session.ending:
-                self._halted = self.standing()
+            if self._iterating:
+                self._left_at = self.standing()
+                self._halted = self._left_at if self._session.ending else self._halted
             self._iterating = False
             self._session.epoch_left()
 

@@ -60,6 +60,7 @@ class AllReduceOptimizer(TableOptimizer):
         self._flying: dict[int, Round] = {}
         self.clock = StalenessClock()
         self.examples = self.gradients = self._void = 0
+        self.torn = False  # in the middle of an update
         self.losses = 0.0, 0  # since the last epoch ended: (sum over examples, examples)
         self.last_loss = float("nan")
         self._last = session.port.now()
@@ -87,6 +88,11 @@ class AllReduceOptimizer(TableOptimizer):
     @property
     def iterations(self) -> int:
         return self._pipeline.started
+
+    @property
+    def applied(self) -> int:
+        """Return how many iterations the parameters contain."""
+        return self.version + self._void
 
     def mark_last(self, epoch: int) -> None:
         """The last gradient has ended this epoch."""
@@ -116,6 +122,7 @@ class AllReduceOptimizer(TableOptimizer):
         if self.number == 0 and self._session.full:
             self.flush()  # some in flight may have no examples: then there is more to do
         self._session.step_over(self)
+        self.torn = False
         return loss
 
     def _begin_step(self, loss: Any) -> None:
@@ -174,6 +181,7 @@ class AllReduceOptimizer(TableOptimizer):
                 self._clip(self._session.plan.clip_norm)
             self.hooks.averaged(self)
             self.hooks.applying(self.parameters)
+            self.torn = True
             with self._rates(current):
                 self._step_inner()
             for parameter, gradient in zip(self.parameters, own, strict=False):
@@ -270,6 +278,7 @@ class AllReduceOptimizer(TableOptimizer):
         self._applied(current)
         self._end_step()
         self._session.step_over(self)
+        self.torn = False
 
     def _apply_bucket(self, current: Round, number: int) -> None:
         """The real optimizer on one bucket's parameters."""
@@ -285,6 +294,7 @@ class AllReduceOptimizer(TableOptimizer):
         whole = [group["params"] for group in self.param_groups]
         for group, part in zip(self.param_groups, self._by_bucket[number], strict=True):
             group["params"] = part
+        self.torn = True
         try:
             with self._rates(current):
                 self._step_inner()
@@ -360,14 +370,14 @@ class AllReduceOptimizer(TableOptimizer):
     def losses_in_flight(self) -> list[tuple[float, int]]:
         return [self._flying[iteration].loss for iteration in sorted(self._flying)]
 
-    def pipeline(self) -> PipelineState:
-        """How far it is, and what is in flight."""
+    def pipeline(self, *, failed: bool = False) -> PipelineState:
+        """How far it is, and what is in flight; of a run that has `failed`, without the step under way."""
         return PipelineState(
-            started=self._pipeline.started,
+            started=self.applied if failed else self._pipeline.started,
             void=self._void,
             depth=self._pipeline.depth,
             groups=plain_groups(self._wishes.own()),
-            flights=[self.reducer.flight(self._flying[number]) for number in sorted(self._flying)],
+            flights=[self.reducer.flight(self._flying[n]) for n in sorted(self._flying) if not failed],
         )
 
     def counted(self) -> Account:

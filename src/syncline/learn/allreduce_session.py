@@ -26,7 +26,15 @@ from syncline.learn.session import Collate, Session, copy_all
 from syncline.ports import CollectivePort, Progress
 from syncline.protocols.allreduce import equal_shares
 from syncline.protocols.checkpoint_schedule import JointCheckpointSchedule
-from syncline.roles.allreduce_coordinator import Joint, PeerClosed, PeerCut, PeerEpoch, PeerTable, own_losses
+from syncline.roles.allreduce_coordinator import (
+    Joint,
+    PeerClosed,
+    PeerCut,
+    PeerEpoch,
+    PeerTable,
+    Unsaved,
+    own_losses,
+)
 from syncline.roles.checkpoint_manifest import FLIGHTS, PipelineState, Restored, flight_tensors
 from syncline.roles.run_plan import Seat
 from syncline.roles.waiting_at_coordinator import brought, like, mean_of
@@ -293,7 +301,23 @@ class AllReduceSession(Session):
         if self.plan.saving.cuts and self._tables and self._tables[0].version != self._last_cut:
             self._cut()
 
-    def _cut(self) -> None:
+    def save_failed(self) -> None:
+        """Report a checkpoint of this learner's copy, which all learners have alike: the run has failed.
+
+        There is none in the middle of an update, with averages in flight (delayed:k), and where tables are steps apart.
+        """
+        tables, trained = (
+            self._tables,
+            bool(self._tables) and self._tables[0].version > self._restored.version,
+        )
+        if not trained or tables[0].version == self._last_cut or any(table.delay for table in tables):
+            self.port.tell(Unsaved(whole=True))
+        elif any(table.torn for table in tables) or len({table.applied for table in tables}) > 1:
+            self.port.tell(Unsaved(whole=False))
+        else:
+            self._cut(failed=True)
+
+    def _cut(self, *, failed: bool = False) -> None:
         """This learner's part of a checkpoint; the first one's holds what all have alike."""
         number = self._last_cut = self._tables[0].version
         self.port.tell(
@@ -305,13 +329,16 @@ class AllReduceSession(Session):
                     {table.number: table.buffers() for table in self._tables},
                 ),
                 losses=self._tables[0].losses,
-                flights={table.number: table.losses_in_flight() for table in self._tables},
-                joint=self._joint(number) if self.rank == 0 else None,
+                flights={
+                    table.number: table.losses_in_flight() if not failed else [] for table in self._tables
+                },
+                joint=self._joint(number, failed) if self.rank == 0 or failed else None,
+                failed=failed,
             )
         )
 
-    def _joint(self, number: int) -> Joint:
-        pipelines = {table.number: table.pipeline() for table in self._tables}
+    def _joint(self, number: int, failed: bool) -> Joint:
+        pipelines = {table.number: table.pipeline(failed=failed) for table in self._tables}
         files = []
         for table in self._tables:
             files.append(table_file(table.number, 0))
@@ -333,7 +360,10 @@ class AllReduceSession(Session):
                 each.number: m.OpenLoader(each.number, each.size, each.batch_size, each.policy, None)
                 for each in self.loaders
             },
-            standings={loader.number: loader.standing() for loader in self.loaders},
+            standings={
+                each.number: each.standing_at_failure() if failed else each.standing()
+                for each in self.loaders
+            },
         )
 
     def close(self) -> None:

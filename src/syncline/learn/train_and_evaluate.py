@@ -239,7 +239,7 @@ class Stop:
         below = "loss" in rules and record.loss <= rules["loss"]
         if below or (NORM in rules and metrics.get(NORM, math.inf) <= rules[NORM]):
             return True
-        if "plateau" not in rules:
+        if "plateau" not in rules or record.skipped:
             return False
         metric = rules.get("metric")
         if metric is not None and metric not in metrics:

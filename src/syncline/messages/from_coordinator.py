@@ -189,7 +189,9 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class AskCut:
-    """A checkpoint as soon as can be."""
+    """Cut a checkpoint at the next version; or `now`, in the middle of a round, because the run has failed."""
+
+    now: bool = False
 
 
 @dataclass(frozen=True, slots=True)

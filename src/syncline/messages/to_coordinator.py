@@ -274,6 +274,7 @@ class Cut:
     accounts: dict[int, Account]
     standings: dict[int, Standing]
     counts: Counts
+    failed: bool = False  # it was cut because the run has failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,13 +64,13 @@ class Standing:
         return epoch < self.done or (epoch <= self.newest and epoch not in self.fresh)
 
     def contradiction(self, size: int) -> str:
-        """Name what cannot be true of data of that size; empty where everything fits."""
+        """Name what cannot be true of data of that size (-1: a stream); empty where everything fits."""
         if not (0 <= self.done <= self.newest + 1 and self.skipped.keys() == self.fresh.keys()):
             return f"{self.done} epochs are done, {self.newest} is the newest, {sorted(self.fresh)} are open"
         spans = [Span(*each) for each in self.returned]
         spans += [Span(epoch, *ends) for epoch, owners in self.fresh.items() for ends in owners.values()]
         for span in spans:
-            if span.epoch not in self.fresh or not 0 <= span.start < span.stop <= size:
+            if span.epoch not in self.fresh or not 0 <= span.start < span.stop or span.stop > size >= 0:
                 return f"no examples {span.start} to {span.stop} of {size} are open in epoch {span.epoch}"
         closed = [epoch for epoch in self.fresh if not self.done <= epoch <= self.newest]
         return f"epoch {closed[0]} is open, and done" if closed else ""

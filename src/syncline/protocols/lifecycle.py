@@ -42,6 +42,7 @@ class Grace:
 
     cut: float  # until a last checkpoint has begun
     step: float  # until learners have finished their step
+    save: float = 10.0  # until the last checkpoint of a run that has failed has begun
 
 
 # -- decisions ---------------------------------------------------------------------------------------------
@@ -104,10 +105,27 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """Write a checkpoint of a run that has failed, from the shards that live; then end it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The run ends with this."""
 
     error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class StartEvaluator:
+    """Start a process that evaluates snapshots, beginning with the oldest one that waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipEvaluation:
+    """Give up the evaluation of an epoch: its record has no metrics."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +164,10 @@ Decision = (
     | StopLearners
     | Kill
     | Finish
+    | SaveFailed
     | Fail
+    | StartEvaluator
+    | SkipEvaluation
     | Say
     | WarnLost
     | Warn
@@ -366,8 +387,99 @@ class Lifecycle:
         self._failed = True
         return [Fail(error)]
 
+    def save_failed(self, now: float) -> list[Decision]:
+        """Decide what becomes of the state of a run that ends with an error while all its shards live.
+
+        Nothing else is decided any more. A table of which the learner holds a part (M16) cannot be saved without it.
+        """
+        self._failed = True
+        if not self._recovers or self._hold or self._grace is None:
+            return []
+        self._deadline = now + self._grace.save
+        return [SaveFailed()]
+
+    def waits_to_save(self, now: float, *, begun: bool) -> bool:
+        """Return whether a failed run still waits for its last checkpoint: until it is written, if it begins in time."""
+        return begun or (self._deadline is not None and now <= self._deadline)
+
+
+# -- the evaluator -----------------------------------------------------------------------------------------
+
+
+class EvaluatorLosses:
+    """Decide what follows when the evaluator's process ends: it holds nothing that another process cannot evaluate again."""
+
+    def __init__(self) -> None:
+        self._losses = 0  # in a row, without an evaluation
+
+    def evaluated(self) -> None:
+        """Count no earlier loss any more: an evaluation was finished."""
+        self._losses = 0
+
+    def lost(self, why: str, pid: int, waiting: Sequence[tuple[int, int | None]]) -> list[Decision]:
+        """Replace a process that ended, at once where evaluations wait: (epoch, its version), the one under way first.
+
+        Where MOST processes in a row were lost before they finished one, give up the evaluation under way.
+        """
+        what = f"the evaluator is lost: its process (pid {pid}) ended with {why}"
+        said = Say(what, None, "evaluator lost", {"pid": pid})
+        if not waiting:
+            return [said]
+        self._losses += 1
+        if self._losses < MOST:
+            return [said, StartEvaluator()]
+        epoch, version = waiting[0]
+        which = f"version {version}" if version is not None else f"epoch {epoch + 1}"
+        skipped = (
+            f"{which} is not evaluated: {self._losses} evaluators in a row ended before they finished, the last (pid {pid}) with "
+            f"{why}; its record has no metrics, and the run goes on"
+        )
+        again = [StartEvaluator()] if len(waiting) > 1 else []
+        return [said, SkipEvaluation(epoch), Say(skipped, None, "not evaluated"), Warn(skipped), *again]
+
 
 # -- among equals ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskCopy:
+    """Have this learner save its copy of the state."""
+
+    rank: int
+
+
+class LastCopy:
+    """Decide which learner saves a run among equals that has failed; all have the same copy, but few can be asked.
+
+    A learner is free when its own code has raised, or its collective has broken. The others wait in collectives.
+    """
+
+    def __init__(self, now: float, seconds: float) -> None:
+        self._deadline = now + seconds
+        self._tried: set[int] = set()
+        self._asked: int | None = None
+        self._over = False
+
+    def look(self, free: Collection[int], saved: bool) -> list[AskCopy]:
+        """Ask the next of the learners that are free; one that is not any more has ended without an answer."""
+        self._over |= saved
+        if self._asked is not None and self._asked not in free:
+            self._asked = None
+        left = sorted(set(free) - self._tried)
+        if self._over or self._asked is not None or not left:
+            return []
+        self._asked = left[0]
+        self._tried.add(left[0])
+        return [AskCopy(left[0])]
+
+    def refused(self, rank: int, *, whole: bool) -> None:
+        """Note that a learner has nothing to save; `whole`: nor has any other."""
+        self._asked = None if self._asked == rank else self._asked
+        self._over |= whole
+
+    def waits(self, now: float, *, begun: bool) -> bool:
+        """Return whether the run still waits for its last checkpoint."""
+        return not self._over and (begun or now <= self._deadline)
 
 
 def alone(what: str) -> LostError:

@@ -93,8 +93,13 @@ def append_whole(path: Path, content: bytes, *, lasting: bool = False) -> None:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a file that may be growing or damaged; what is no JSON object is left out."""
+    return (line for _, line in numbered_lines(path))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the lines of `read_lines` with their numbers."""
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
@@ -102,7 +107,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
-                yield value
+                yield number, value
 
 
 @contextmanager

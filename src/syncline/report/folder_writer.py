@@ -150,7 +150,10 @@ class Recording:
     def _take(self, record: Any) -> None:
         if isinstance(record, EpochRecord):
             known = dataclasses.asdict(record)
-            self._add("epoch", **{key: value for key, value in known.items() if value or key != "notes"})
+            self._add(
+                "epoch",
+                **{key: value for key, value in known.items() if value or key not in ("notes", "skipped")},
+            )
         elif isinstance(record, Clocks) and self.folder is not None:
             with self._writing(CLOCKS):
                 append_clocks(self.folder, record.rows)

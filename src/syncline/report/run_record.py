@@ -13,11 +13,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from syncline.dial import SANDBLASTER
 from syncline.errors import UsageError
-from syncline.report.event_lines import EVENTS, number, read_lines
+from syncline.report.event_lines import EVENTS, number, numbered_lines
 from syncline.terminal import visible
 
 MOST_SAMPLES = 2000  # beyond, every second one goes
@@ -28,6 +31,110 @@ SILENCE = 15.0  # seconds without a line after which a run on another machine co
 GONE = ("lost", "raised", "killed")  # states of learners that are no more
 ENDED = ("returned", *GONE)
 Line = dict[str, Any]
+
+
+# -- what lines are checked against before anything of them is used ---------------------------------------------
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Number = float | Literal["nan", "inf", "-inf"] | None  # as `plain` writes it
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Numbers = dict[str, Number]
+
+
+class AnyLine(msgspec.Struct):
+    """A line of a kind that has no fields of interest."""
+
+    seconds: Seconds | None = None
+    time: Seconds | None = None
+
+
+class OptionFields(msgspec.Struct, frozen=True):
+    """The options in a start line that figures are made of."""
+
+    epochs: Count | None = None
+    steps: Count | None = None
+    examples: Count | None = None
+    parameters: Count | None = None
+
+
+class ResumedFrom(msgspec.Struct):
+    """The checkpoint in the start line of a run that was resumed."""
+
+    version: Count | None = None
+    epoch: Count | None = None
+    early: list[Count] = []
+
+
+class StartLine(AnyLine):
+    """The start of a session."""
+
+    run: OptionFields = OptionFields()
+    resumed: ResumedFrom | None = None
+
+
+class EpochLine(AnyLine, kw_only=True):
+    """The end of an epoch, or of a batch method's iteration."""
+
+    epoch: Count
+    version: Count | None = None
+    examples: Count | None = None
+    loss: Number = None
+    losses: Numbers = {}
+    metrics: Numbers = {}
+    notes: Numbers = {}
+
+
+class EventLine(AnyLine):
+    """Something that happened."""
+
+    rank: Count | None = None
+    details: dict[str, Any] = {}
+
+
+class StalenessFields(msgspec.Struct):
+    """The staleness in statistics."""
+
+    mean: Number = None
+    max: Count | None = None
+    histogram: dict[Count, Count] = {}
+
+
+class LearnerFields(msgspec.Struct):
+    """One learner in statistics."""
+
+    rank: Count
+    steps: Count | None = None
+    loss: Number = None
+
+
+class EndLine(AnyLine):
+    """The end of a session, with statistics where it came by itself."""
+
+    version: Count | None = None
+    gradients: Count | None = None
+    dropped: Count | None = None
+    examples: Count | None = None
+    throughput: Number = None
+    staleness: StalenessFields | None = None
+    missing: list[Count] = []
+    learners: list[LearnerFields] = []
+
+
+class StatisticsLine(EndLine, kw_only=True):
+    """The state of a run at one time."""
+
+    version: Count
+
+
+KINDS: dict[str, type[AnyLine]] = {
+    "start": StartLine,
+    "epoch": EpochLine,
+    "event": EventLine,
+    "statistics": StatisticsLine,
+    "end": EndLine,
+}
+
+# -- the record -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -45,15 +152,24 @@ class RunRecord:
     seconds: float = 0.0
     # epochs, and how many events, before the last start
     earlier: tuple[frozenset[int], int] = (frozenset(), 0)
+    damage: list[str] = field(default_factory=list)  # what was wrong with lines that were left out
     _offset: float = 0.0  # seconds of the sessions before this one
     _since: dict[int, float] = field(
         default_factory=dict
     )  # rank -> steps of the furthest learner when it joined
     _furthest: float = 0.0  # steps of the furthest learner, counted so
 
-    def feed(self, line: Line) -> None:
-        """One line; a kind that is not known is passed over, so that later versions may add some."""
+    def feed(self, line: Line, where: str = "a line") -> None:
+        """Take one line in, or note its damage; a kind that is not known is passed over, so that later versions may add some."""
         kind = line.get("kind")
+        if not isinstance(kind, str):
+            self.damage.append(f"{where} has no kind")
+            return
+        try:
+            msgspec.convert(line, KINDS.get(kind, AnyLine), str_keys=True)
+        except msgspec.ValidationError as error:
+            self.damage.append(f"{where} ({kind}): {error}")
+            return
         self.last_time = _finite(line.get("time")) or self.last_time
         if kind == "start":
             self._start(line)
@@ -281,8 +397,8 @@ def read_run(folder: str | Path) -> RunRecord:
         path = path.parent
     record = RunRecord(path)
     try:
-        for line in read_lines(path / EVENTS):
-            record.feed(line)
+        for count, line in numbered_lines(path / EVENTS):
+            record.feed(line, f"line {count}")
     except OSError as error:
         raise UsageError(
             f"{folder}: no run folder, {EVENTS} cannot be read: {error.strerror or error}"

@@ -45,13 +45,21 @@ class Joint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCut:
-    """One learner's part of a checkpoint; `joint` from learner 0 only."""
+    """One learner's part of a checkpoint; `joint` from learner 0 only, or of a run that has failed from the one that saves it."""
 
     number: int
     personal: m.Personal
     losses: tuple[float, int]  # of the epoch so far: (sum over examples, examples)
     flights: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # the same of those, by table
     joint: Joint | None = None
+    failed: bool = False  # no other learner has a part
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """A learner was asked to save a run that has failed, and has nothing to save; `whole`: others have nothing either."""
+
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +67,13 @@ class GatheredCut:
     """What has come of a checkpoint; all of it but the learners' own file when it is kept."""
 
     number: int
+    size: int  # learners of the run
     parts: dict[int, PeerCut] = field(default_factory=dict)  # by rank
     saved: dict[str, m.Saved] = field(default_factory=dict)
 
     @property
     def joint(self) -> Joint:
-        joint = self.parts[0].joint
-        assert joint is not None
-        return joint
+        return next(part.joint for part in self.parts.values() if part.joint is not None)
 
     @property
     def files(self) -> list[Written]:
@@ -103,9 +110,9 @@ class GatheredCut:
             seed=seed,
             sync=sync,
             chosen=[],
-            learners=len(self.parts),
+            learners=self.size,
             tables={table: (layouts[table], name) for table, name in joint.optimizers.items()},
-            loaders={number: (loader, len(self.parts)) for number, loader in joint.loaders.items()},
+            loaders={number: (loader, self.size) for number, loader in joint.loaders.items()},
             history=history,
         )
         return {**found, "pipelines": pipelines_json(joint.pipelines, flights)}
@@ -242,12 +249,13 @@ class AllReduceCoordinator:
 
     def _cut(self, rank: int, message: PeerCut | m.Saved) -> None:
         """One more part of a checkpoint; it may have been the last."""
-        cut = self._cuts.setdefault(message.number, GatheredCut(message.number))
+        cut = self._cuts.setdefault(message.number, GatheredCut(message.number, self._learners))
         if isinstance(message, PeerCut):
             cut.parts[rank] = message
         else:
             cut.saved[message.name] = message
-        if len(cut.parts) == self._learners and not set(cut.joint.files) - cut.saved.keys():
+        whole = len(cut.parts) == self._learners or any(part.failed for part in cut.parts.values())
+        if whole and not set(cut.joint.files) - cut.saved.keys():
             del self._cuts[message.number]
             self._keep(cut)
 

@@ -44,6 +44,7 @@ class EpochRecord:
     losses: dict[int, float]
     metrics: dict[str, float] = field(default_factory=dict)
     notes: dict[str, float] = field(default_factory=dict)  # of a batch iteration: step, evaluations …
+    skipped: bool = False  # its evaluation was given up: there are no metrics
 
     def __getitem__(self, key: str) -> Any:
         known = {**self.notes, **self.metrics}
@@ -271,7 +272,7 @@ class LoaderRecord(msgspec.Struct, kw_only=True):
     """One loader in a manifest."""
 
     loader: Count
-    size: Count
+    size: Annotated[int, Meta(ge=-1, le=2**62)]  # -1: a stream
     policy: str
     parts: Annotated[int, Meta(ge=1)]
     standing: Standing

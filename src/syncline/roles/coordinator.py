@@ -49,8 +49,9 @@ class Coordinator:
         self._closed: set[int] = set()  # learners whose function has come to its end by itself
         self._open_cut: m.Cut | None = None
         self._saved: dict[str, m.Saved] = {}  # files of it, which may come before the leading shard's word
-        self._finish_later = False
+        self._finishing = self._finish_later = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
+        self._saving_failed = False  # the run has failed, and its last checkpoint is asked for
         self.reached = False
 
     def layout(self, table: int) -> Layout:
@@ -123,10 +124,22 @@ class Coordinator:
 
     def finish(self) -> None:
         """All learners have left."""
+        self._finishing = True
         if self.cutting:
             self._finish_later = True
         else:
             self._port.tell_shards(m.Finish(cut=not self._exact))
+
+    def save_failed(self) -> None:
+        """Ask for a last checkpoint of a run that has failed while its shards live."""
+        if self._plan.saving.cuts and self.tables and not self.stale and not self._finishing:
+            self._saving_failed = True
+            self._port.tell_shards(m.AskCut(now=True))
+
+    @property
+    def saving_failed(self) -> bool:
+        """Return whether the last checkpoint of a failed run is asked for, or is being written."""
+        return self._saving_failed or self.cutting
 
     # -- learners ----------------------------------------------------------------------------------------
 
@@ -205,7 +218,7 @@ class Coordinator:
         self._awaited.clear()
         self._room.reset()
         self._open_cut, self._saved = None, {}
-        self._finish_later = self._stopping = self._exact = self.reached = False
+        self._finishing = self._finish_later = self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
             self._port.tell_shards(m.Dial(number, sync, PAST if epoch is None else epoch))
         self._openings.expect(self.live, self._restored)
@@ -292,7 +305,11 @@ class Coordinator:
             return
         self._open_cut, self._saved = None, {}
         problem = next((saved[name].problem for name in cut.files if saved[name].problem), "")
-        if problem:
+        if cut.failed:
+            self._saving_failed = False
+        if cut.failed and not any(cut.counts.examples.values()):
+            self._port.commit(cut.number, None, ())  # nothing was trained, and the folder can be used again
+        elif problem:
             self._port.commit(cut.number, None, ())
             self._port.tell(m.Checkpointed(cut.number, "", problem))
         elif self._port.commit(

@@ -43,6 +43,7 @@ class Leader:
         self._todo: deque[tuple[int, Any]] = deque()  # decisions, each of a table or loader
         self._later: deque[tuple[Any, ...]] = deque()  # functions, each with its arguments
         self._working = self._cut_due = False
+        self._cut_next = False  # as soon as the one before is written
         self.dispatcher = DataDispatcher(port, self._ranks, self._decided)
         self._barrier = Barrier(port, self._ranks, self.dispatcher, self.sequences, self._decided)
         self.counters, self._states = Counters(), LearnerStates()
@@ -89,8 +90,8 @@ class Leader:
             m.NodesMoved: lambda _: None,
             m.Opening: self._barrier.opening,
             m.Standstill: self._barrier.standstill,
-            m.AskCut: lambda _: self._schedule.ask() if self._schedule is not None else None,
-            m.CutDone: lambda _: self._schedule.written() if self._schedule is not None else None,
+            m.AskCut: self._ask_cut,
+            m.CutDone: self._cut_done,
             m.AskStatistics: lambda event: port.tell(self.statistics(event.number)),
             m.Finish: self._finish,
         }
@@ -454,7 +455,24 @@ class Leader:
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
-    def _cut(self) -> None:
+    def _ask_cut(self, event: m.AskCut) -> None:
+        if self._schedule is None:
+            return
+        if not event.now:
+            self._schedule.ask()
+        elif self.sequences and self._schedule.begin():
+            self._cut(failed=True)
+        else:
+            self._cut_next = True
+
+    def _cut_done(self, _: m.CutDone) -> None:
+        if self._schedule is not None:
+            self._schedule.written()
+            if self._cut_next:
+                self._cut_next = False
+                self._ask_cut(m.AskCut(now=True))
+
+    def _cut(self, *, failed: bool = False) -> None:
         """A checkpoint of everything as it is now; the gradients that are in it are accounted for."""
         self._cut_due = False
         self.counters.read()
@@ -473,6 +491,7 @@ class Leader:
                 {table: sequence.account() for table, sequence in self.sequences.items()},
                 self.dispatcher.standings(),
                 self.counters.counts(),
+                failed,
             )
         )
 

@@ -249,7 +249,10 @@ def test_show_of_running_finished_and_damaged_runs(tmp_path: Path) -> None:
     assert "ended without a word" in syncline("show", gone).output
     with (Path(gone) / "events.jsonl").open("ab") as file:
         file.write(b'\x00\xff garbage\n{"kind":"end","learners":3,"staleness":[]}\n{"kind":"ep')
-    assert syncline("show", gone).exit_code == 0
+    result = syncline("show", gone)
+    assert result.exit_code == 0 and "ended without a word" in result.output
+    damage = "events.jsonl: left out is line 4 (end): Expected `array`, got `int` - at `$.learners`; what is shown lacks"
+    assert damage in result.stderr.replace("\n", "")
     for bad in ("nowhere", str(tmp_path)):
         result = syncline("show", bad)
         assert result.exit_code == 2 and "no run folder" in result.stderr

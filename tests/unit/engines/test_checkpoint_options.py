@@ -20,6 +20,7 @@ from syncline.engines.checkpoint_options import LOCK, Checkpoints, RunLock, chec
 from syncline.engines.run import Storage
 from syncline.errors import UsageError
 from syncline.roles.run_plan import RunPlan, Saving
+from syncline.table.checkpoints import CheckpointError
 from tests.ready_python import run_ready
 
 
@@ -94,6 +95,38 @@ def test_a_folder_whose_run_trained_nothing_is_used_again(
     else:
         opened(tmp_path, "auto")
     assert events.exists() == refused
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            [{"kind": "start"}, {"kind": "end", "how": "failed", "error": "learner 1: no"}],
+            r"failed before .* \(learner 1: no\)",
+        ),
+        (
+            [{"kind": "start"}, {"kind": "statistics", "version": 7}],
+            "was killed, or is still running, after 7 updates",
+        ),
+        (
+            [
+                {"kind": "start"},
+                {"kind": "event", "event": "checkpoint failed", "what": "disk full"},
+                {"kind": "end", "version": 9},
+            ],
+            r"finished after 9 updates, and no checkpoint was written \(disk full\)",
+        ),
+    ],
+)
+def test_where_a_checkpoint_is_missing_the_error_says_what_happened_to_the_run(
+    lines: list[Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, 7]) + "{")
+    plan = RunPlan(course=Course.of("async"), learners=2)
+    with pytest.raises(
+        CheckpointError, match=rf"no checkpoint in {tmp_path}: the run there {words}.*start it without resume"
+    ):
+        Checkpoints(None, tmp_path, "auto", 2).opened(plan)
 
 
 def test_one_holds_the_lock_and_its_file_goes_with_it(tmp_path: Path) -> None:

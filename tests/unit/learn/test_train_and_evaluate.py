@@ -233,7 +233,10 @@ def test_a_schedule_goes_forth_and_back_to_any_epoch(tensor_rate: bool) -> None:
 
 
 def record(loss: float, /, **metrics: float) -> Any:
-    return SimpleNamespace(loss=loss, metrics=metrics)
+    return SimpleNamespace(loss=loss, metrics=metrics, skipped=False)
+
+
+SKIPPED = SimpleNamespace(loss=9.0, metrics={}, skipped=True)
 
 
 def epochs_of(rules: dict[str, Any], *records: Any) -> int:
@@ -252,6 +255,7 @@ def epochs_of(rules: dict[str, Any], *records: Any) -> int:
         ({"plateau": 1}, [record(3, loss=1.0), record(2, loss=1.0)], 2),  # the test's where there is one
         ({"plateau": 1}, [record(3), record(math.nan)], 2),
         ({"plateau": 1, "metric": "accuracy"}, [record(1, accuracy=each) for each in (0.1, 0.3, 0.2)], 3),
+        ({"plateau": 1, "metric": "error"}, [record(1, error=0.3), SKIPPED, record(1, error=0.4)], 3),
         ({"plateau": 1, "metric": "error"}, [record(1, error=each) for each in (0.3, 0.1, 0.2)], 3),
         ({"plateau": 3, "loss": 1.0}, [record(2), record(0.9)], 2),
         ({NORM: 0.5}, [record(1), record(1, gradient_norm=0.6), record(1, gradient_norm=0.5)], 3),

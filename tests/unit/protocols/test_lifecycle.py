@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from syncline.errors import LostError, UsageError
 from syncline.protocols.lifecycle import (
     MOST,
+    AskCopy,
     BeginAnew,
     Decision,
+    EvaluatorLosses,
     Fail,
     Faults,
     Finish,
@@ -20,10 +22,14 @@ from syncline.protocols.lifecycle import (
     Grace,
     Hangs,
     Kill,
+    LastCopy,
     Leave,
     Lifecycle,
     PrepareStop,
+    SaveFailed,
     Say,
+    SkipEvaluation,
+    StartEvaluator,
     StartLearner,
     StopLearners,
     Warn,
@@ -398,3 +404,58 @@ def test_who_has_left_is_forgotten() -> None:
     patience.look(0.0, {1: 0, 2: 0}, set())
     assert patience.look(5.0, {2: 1}, set()) == []
     assert patience.silence(1, 5.0) == 0.0
+
+
+def test_a_run_that_fails_is_saved_once_if_that_begins_in_time() -> None:
+    run = life(grace=GRACE)
+    assert run.save_failed(100.0) == [SaveFailed()]
+    assert run.lost(1, "it died", stepped=True) == [] and run.shard_lost("shard 0 ended") == []
+    assert run.waits_to_save(100.0 + GRACE.save, begun=False)
+    assert not run.waits_to_save(100.5 + GRACE.save, begun=False)
+    assert run.waits_to_save(900.0, begun=True), "until it is written"
+
+
+@pytest.mark.parametrize("options", [{"recovers": False}, {"hold": True}])
+def test_what_cannot_be_saved_is_not(options: dict[str, Any]) -> None:
+    run = life(grace=GRACE, **options)
+    assert run.save_failed(100.0) == [] and run.raised(1, ValueError()) == []
+
+
+def test_learners_among_equals_are_asked_for_their_copy_one_after_the_other() -> None:
+    copy = LastCopy(100.0, 10.0)
+    assert copy.look([], saved=False) == [] and copy.waits(110.0, begun=False)
+    assert copy.look([3, 1], saved=False) == [AskCopy(1)] and copy.look([1, 3], saved=False) == []
+    copy.refused(1, whole=False)
+    assert copy.look([1, 3], saved=False) == [AskCopy(3)], "none is asked twice"
+    assert copy.look([1, 5], saved=False) == [AskCopy(5)], "3 has ended without an answer"
+    assert not copy.waits(111.0, begun=False) and copy.waits(111.0, begun=True)
+    assert copy.look([1, 5], saved=True) == [] and not copy.waits(101.0, begun=False)
+
+
+def test_a_learner_whose_copy_is_whole_and_saved_speaks_for_all() -> None:
+    copy = LastCopy(100.0, 10.0)
+    copy.look([0], saved=False)
+    copy.refused(0, whole=True)
+    assert not copy.waits(100.0, begun=False) and copy.look([0, 1], saved=False) == []
+
+
+# -- the evaluator -------------------------------------------------------------------------------------------
+
+
+def kinds_of(decisions: list[Decision]) -> list[type]:
+    return [type(each) for each in decisions]
+
+
+def test_an_evaluator_is_replaced_until_too_many_were_lost_in_a_row() -> None:
+    losses = EvaluatorLosses()
+    assert kinds_of(losses.lost("SIGKILL", 7, [])) == [Say], "nothing waits"
+    for _ in range(MOST - 1):
+        assert kinds_of(losses.lost("SIGKILL", 7, [(0, 12)])) == [Say, StartEvaluator]
+    losses.evaluated()
+    for _ in range(MOST - 1):
+        assert kinds_of(losses.lost("SIGKILL", 7, [(1, 24), (2, 36)])) == [Say, StartEvaluator]
+    _, skip, said, warned, again = losses.lost("SIGKILL", 7, [(1, 24), (2, 36)])
+    assert (skip, again) == (SkipEvaluation(1), StartEvaluator()) and isinstance(said, Say)
+    assert isinstance(warned, Warn) and "version 24 is not evaluated: 3 evaluators in a row" in warned.text
+    last = losses.lost("SIGKILL", 7, [(2, 36)])
+    assert kinds_of(last) == [Say, SkipEvaluation, Say, Warn], "no further try before one has finished"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 from syncline.errors import UsageError
+from syncline.report.html_page import page
+from syncline.report.run_panel import comparison, panel
 from syncline.report.run_record import ENDED, MOST_SAMPLES, RunRecord, better, judged, learners_of, read_run
+from syncline.report.run_text import event_line, summary
+from tests.unit.made_up import spoiled
 from tests.unit.report.lines_of_a_run import OPTIONS, end, epoch, event, start, statistics, whole
 
 
@@ -104,6 +112,18 @@ DAMAGE: list[dict[str, Any]] = [
     {"kind": "event", "seconds": "late", "what": None},
     {"kind": "best", "value": None},
 ]
+
+
+@settings(max_examples=400)
+@seed(12)
+@given(st.integers(0, len(whole()) - 1), st.data())
+def test_a_damaged_line_is_left_out_and_what_is_left_is_shown(number: int, data: st.DataObject) -> None:
+    lines = whole()
+    lines[number] = data.draw(spoiled(lines[number]))
+    record = fed(lines)
+    assert len(record.damage) <= 1
+    Console(file=io.StringIO()).print(panel(record), comparison([record, record]))
+    assert [summary(record), record.state, page(record), *map(event_line, record.faults)]
 
 
 @pytest.mark.parametrize("line", DAMAGE, ids=str)

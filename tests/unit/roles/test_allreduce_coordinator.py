@@ -187,7 +187,7 @@ def test_a_checkpoint_is_kept_when_all_parts_and_files_are_there_in_any_order() 
 
 
 def test_the_record_of_a_checkpoint_counts_every_rank() -> None:
-    cut = GatheredCut(8, {0: part(0, ["a"]), 1: part(1)})
+    cut = GatheredCut(8, 2, {0: part(0, ["a"]), 1: part(1)})
     name, tensors = cut.learners()
     assert name == "learners.safetensors"
     assert tensors.keys() == {"random/0", "random/1", "buffer/0/0/0", "buffer/0/1/0"}

@@ -140,6 +140,23 @@ def test_the_end_waits_for_a_checkpoint_that_is_being_written() -> None:
     assert desk.heard() == [m.CutDone(), m.Finish(cut=True)]
 
 
+@pytest.mark.parametrize("examples", [0, 96])
+def test_the_state_of_a_run_that_has_failed_is_saved_where_something_was_trained(examples: int) -> None:
+    desk = Desk()
+    desk.save_failed()
+    assert not desk.saving_failed, "there is no table"
+    desk.make()
+    desk.save_failed()
+    assert desk.saving_failed and desk.heard() == [m.AskCut(now=True)]
+    counts = m.Counts(examples={0: examples})
+    desk.from_shard(m.Cut(4, FILES, {0: Account(version=4)}, {}, counts, failed=True))
+    desk.save(*FILES)
+    assert not desk.saving_failed and (desk.port.commit.call_args.args[1] is not None) == bool(examples)
+    desk.finish()
+    desk.save_failed()
+    assert desk.heard() == [m.CutDone(), m.Finish(cut=True)], "shards have their last one"
+
+
 def test_a_stop_in_lockstep_cuts_a_whole_round_first_and_no_other_at_the_end() -> None:
     desk = Desk()
     desk.make()

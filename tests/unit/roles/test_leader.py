@@ -191,6 +191,19 @@ def test_the_end_folds_what_is_there_and_cuts_a_last_checkpoint() -> None:
         assert finished.statistics.tables[0].examples == 5 and finished.statistics.steps == {10: 1}
 
 
+def test_a_run_that_has_failed_is_cut_at_once_and_nothing_that_is_pending_is_folded() -> None:
+    desk = Desk("hardsync", cuts=True)
+    desk.publish(0, examples=5)
+    desk.written()
+    desk.leader.hear(m.AskCut(now=True))
+    assert [type(each) for each in desk.written(log.Fold, log.Cut)] == [log.Cut]
+    assert [cut.failed for cut in desk.told(m.Cut)] == [True]
+    desk.leader.hear(m.AskCut(now=True))
+    assert desk.told(m.Cut) == [], "one is being written"
+    desk.leader.hear(m.CutDone())
+    assert len(desk.told(m.Cut)) == 1
+
+
 # -- loaders -----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 import time
@@ -50,6 +51,11 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveCopy:
+    """The supervisor asks a learner of a run that has failed to save its copy."""
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduceLearnerSpec:
     """A learner's own part of its setup."""
 
@@ -83,7 +89,8 @@ class LocalCollectivePort(CollectivePort):
         self.rank, self.learners = spec.seat.rank, spec.seat.plan.learners
         self._channel, self._board = channel, spec.board.words
         self._stop = spec.stop.words
-        self._writer = Writer(Path(spec.folder), self.tell) if spec.folder and self.rank == 0 else None
+        self._folder, self._seats = spec.folder, spec.seat.seats
+        self._writer: Writer | None = None  # once there is something to write
         self._board[WAITS] = 1
         store = dist.FileStore(spec.meeting, self.learners)
         self._group = CollectiveGroup(store, self.rank, self.learners, nccl=spec.nccl, host="127.0.0.1")
@@ -119,10 +126,20 @@ class LocalCollectivePort(CollectivePort):
             words[HISTOGRAM + sigma] = count
 
     def save(self, number: int, name: str, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        assert self._writer is not None
+        assert self._folder is not None
+        self._writer = self._writer or Writer(Path(self._folder), self.tell)
         self._board[WAITS] = 1
         self._writer.write_after(number, name, tensors, notes)
         self._board[WAITS] = 0
+
+    def save_failed(self, session: AllReduceSession) -> None:
+        """Save this learner's copy if the supervisor asks for it; stay until it has read the answer and closes the channel."""
+        if self._folder is None or self._seats > 1:
+            return
+        with contextlib.suppress(Closed):
+            while True:
+                if isinstance(self._channel.receive(), SaveCopy):
+                    session.save_failed()
 
     def stopping(self) -> bool:
         return self._stop[0] != 0
@@ -135,6 +152,8 @@ class LocalCollectivePort(CollectivePort):
 
 def run_peer(channel: Channel, spec: AllReduceLearnerSpec) -> int:
     """Call the user's function; say how it ended. Nobody leaves before the supervisor says so: others may still read."""
+    port: LocalCollectivePort | None = None
+    session: AllReduceSession | None = None
     try:
         task: Task = channel.receive()
         if torch.device(spec.seat.device).type == "cuda":
@@ -153,8 +172,15 @@ def run_peer(channel: Channel, spec: AllReduceLearnerSpec) -> int:
         return 0
     except PeerLost as error:
         channel.try_send(Broken(str(error)))
+        _save_failed(port, session)
         return 1
     except BaseException as error:
         say(channel, error)
+        _save_failed(port, session)
         return 1
     return 0
+
+
+def _save_failed(port: LocalCollectivePort | None, session: AllReduceSession | None) -> None:
+    if port is not None and session is not None:
+        port.save_failed(session)

@@ -19,6 +19,7 @@ from syncline.engines.local.allreduce_learner import (
     WAITS,
     AllReduceLearnerSpec,
     Broken,
+    SaveCopy,
     board_bytes,
     read_board,
     run_peer,
@@ -26,13 +27,13 @@ from syncline.engines.local.allreduce_learner import (
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.local.shared_pickle import Parcel
-from syncline.engines.local.supervisor_base import HangDetection, RunSupervisor
+from syncline.engines.local.supervisor_base import LOOK, HangDetection, RunSupervisor
 from syncline.engines.recorder import learner_error, peer_record
 from syncline.engines.run import RunSpec
 from syncline.errors import RunError, UsageError
-from syncline.protocols.lifecycle import alone
+from syncline.protocols.lifecycle import LastCopy, alone
 from syncline.protocols.staleness import StalenessClock
-from syncline.roles.allreduce_coordinator import apart, early
+from syncline.roles.allreduce_coordinator import Unsaved, apart, early
 
 GRACE = 10.0  # seconds that learners get to finish their step after a stop
 BLAME = 2.0  # seconds that a broken collective waits for whoever broke it
@@ -61,6 +62,7 @@ class AllReduceSupervisor(RunSupervisor):
         self._boards = [Region(nbytes) for _ in range(spec.plan.learners)]
         self._deadline: float | None = None
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
+        self._last_copy: LastCopy | None = None  # once the run has failed
         self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")
 
     def add_learners(self, count: int) -> None:
@@ -105,6 +107,10 @@ class AllReduceSupervisor(RunSupervisor):
             process.state = "raised"
             self.recorder.event("raised", process.rank, kind="raised")
             self.fail(learner_error(process.rank, message.error, message.traceback))
+        elif isinstance(message, Unsaved):
+            if self._last_copy is not None:
+                self._last_copy.refused(process.rank, whole=message.whole)
+                self._processes.kill(process)  # the collectives of the others break: they can be asked then
         elif isinstance(message, Broken):
             process.state = "broken"
             self._broken = self._broken or (time.monotonic(), process.rank, message.text)
@@ -146,6 +152,29 @@ class AllReduceSupervisor(RunSupervisor):
             for other, count in calls.items():
                 if other not in meeting and count > calls[rank]:
                     self.fail(apart(rank, meet.what, other))
+
+    # -- the last checkpoint of a run that has failed ------------------------------------------------------
+
+    def _save_failed(self) -> None:
+        """Ask learners for their copy, one after the other; those that still compute leave with a checkpoint of all."""
+        restored, folder = self.spec.storage.restored, self.spec.storage.folder
+        before = restored.version if restored is not None else 0
+        if folder is None or all(read_board(region.words).version <= before for region in self._boards):
+            return
+        self._stop_word.words[0] = 1
+        known = len(self.outcome.events)
+        copy = self._last_copy = LastCopy(time.monotonic(), GRACE)
+        while not self._at_once and copy.waits(time.monotonic(), begun=self._keeper.cutting):
+            learners = self.learners.items()
+            free = {rank for rank, each in learners if each.state in ("raised", "broken") and not each.reaped}
+            saved = any(event.kind.startswith("checkpoint") for event in self.outcome.events[known:])
+            for ask in copy.look(free, saved):
+                self.learners[ask.rank].channel.post(SaveCopy())
+            # a learner that has returned still writes, and stays until it is told to end
+            returned = "lost" if self._keeper.cutting else "returned"
+            if all(each.state in ("lost", returned) or each.reaped for _, each in learners):
+                return
+            self._processes.work(LOOK)
 
     # -- statistics --------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from syncline.engines.local.supervisor_base import SHARD_PATIENCE, HangDetection
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import BatchCrew, BatchSupervision
-from syncline.errors import LostError, RunError, UsageError
+from syncline.errors import RunError, UsageError
 from syncline.roles.checkpoint_manifest import Restored
 
 
@@ -212,9 +212,7 @@ class BatchSupervisor(RunSupervisor, BatchCrew):
             self._life.lost(process.number, why, stepped=stepped, pid=pid)
             return
         lost = f"{role} {rank} (pid {pid}) ended with {how}"
-        if role != "shard":
-            self.fail(LostError(lost))
-        elif self._finished is not None and not self._record.cutting:
+        if self._finished is not None and not self._record.cutting:
             self.recorder.event(lost, kind="shard lost", shard=rank, pid=pid)
         else:  # all shards go back to the last checkpoint together, with its history vectors (S7)
             self._life.shard_lost(lost, shard=rank, pid=pid)

@@ -21,11 +21,11 @@ from syncline.engines.local.learner import CALLS, GENERATION, STOP
 from syncline.engines.local.local_host import LocalHost
 from syncline.engines.local.processes import Process
 from syncline.engines.local.shared_pickle import Parcel
-from syncline.engines.local.supervisor_base import SHARD_PATIENCE, HangDetection, RunSupervisor
+from syncline.engines.local.supervisor_base import LOOK, SHARD_PATIENCE, HangDetection, RunSupervisor
 from syncline.engines.recorder import Recorder, learner_error
 from syncline.engines.run import RunSpec
 from syncline.engines.supervision import Crew, Supervision
-from syncline.errors import LostError, RunError
+from syncline.errors import RunError
 from syncline.ports import CoordinatorPort
 from syncline.protocols.lifecycle import Faults, Grace, Lifecycle
 from syncline.roles.coordinator import Coordinator
@@ -364,13 +364,11 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
                 self.recorder.event(f"{lost}; {moved}", kind="node lost", node=number, pid=pid)
         elif process.role == "relay":
             self.supervision.shard_lost(f"the relay of machine {rank} (pid {pid}) ended with {how}", pid=pid)
-        elif process.role == "learner":
+        else:
             why = f"its process (pid {pid}) ended with {how}"
             notes, _ = self._vitals().learners.get(number, (0, False))
             stepped = not own_fault or notes > 0
             self.supervision.lost(number, why, stepped=stepped, pid=pid)
-        else:
-            self.fail(LostError(f"{process.role} {rank} (pid {pid}) ended with {how}"))
 
     # -- statistics and the end --------------------------------------------------------------------------
 
@@ -399,10 +397,19 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
 
         return self._with_processes(statistics, state)
 
+    def _save_failed(self) -> None:
+        if "supervision" not in self.__dict__ or not self._saves:
+            return
+        self.supervision.save_failed()
+        while self._saves and self.supervision.saving_failed:
+            self._processes.work(LOOK)
+
+    @property
+    def _saves(self) -> bool:
+        live = all(process.state == "running" for process in self.servers.values())
+        return live and not self._at_once
+
     def _end(self) -> None:
-        error, last = self.error, self.supervision.last if "supervision" in self.__dict__ else None
-        if isinstance(error, LostError) and last is not None and error.__cause__ is None:  # else it is no use
-            error.args = (f"{error}; the last checkpoint is {last}: resume= goes on from it",)
         self.outcome.statistics = self._complete(self.outcome.statistics)
         self._close()
         if self._writer is not None:

@@ -25,8 +25,17 @@ from syncline.engines.local.shared_memory import WakeUp
 from syncline.engines.local.shared_pickle import Parcel, pack_task
 from syncline.engines.recorder import Recorder, said
 from syncline.engines.run import Outcome, RunSpec
-from syncline.errors import RunError, raised_in
-from syncline.protocols.lifecycle import Faults, Hangs, Kill, Watchdog
+from syncline.errors import LostError, RunError, raised_in
+from syncline.protocols.lifecycle import (
+    EvaluatorLosses,
+    Faults,
+    Hangs,
+    Kill,
+    SkipEvaluation,
+    StartEvaluator,
+    Watchdog,
+)
+from syncline.table.checkpoints import CheckpointError
 
 LOOK = 0.25  # seconds between looks at timers
 PATIENCE = 10.0  # seconds that a caller waits for statistics
@@ -43,6 +52,7 @@ class RunSupervisor(ABC):
         self.spec, self._crashes = spec, crashes or {}
         self._started = self._looked = time.monotonic()
         self._begun = False  # its processes are started
+        self._at_once = False  # a second Ctrl-C: nothing is saved any more
         self.done = threading.Event()
         self.elsewhere: list[list[Process]] = []  # what was started on other machines
         self._commands: list[Callable[[], None]] = []
@@ -51,8 +61,9 @@ class RunSupervisor(ABC):
         self._changed = threading.Condition()  # commands and their answers; notified at the end
         self._wake = WakeUp()
         self._task: Parcel | None = None
-        self._evaluate_task: Parcel | None = None
         self._evaluator: Process | None = None  # tests snapshots beside the learners (R6)
+        self._evaluation: Parcel | None = None  # what it runs
+        self._evaluator_losses = EvaluatorLosses()
         self._snapshots: deque[tuple[int, dict[str, Tensor]]] = deque()  # the first is being tested
         self._urgent = False  # timers are looked at whenever something has happened
 
@@ -76,6 +87,7 @@ class RunSupervisor(ABC):
 
     def fail(self, error: BaseException) -> None:
         """The first failure is the one that is told."""
+        self._at_once |= not isinstance(error, Exception)
         self.recorder.error = self.recorder.error or error
 
     def prepare(self) -> None:
@@ -87,7 +99,7 @@ class RunSupervisor(ABC):
         self._guard(self._pack)
 
     def _pack(self) -> None:
-        self._task, self._evaluate_task = pack_task(self.spec)
+        self._task, self._evaluation = pack_task(self.spec)
 
     # -- the thread --------------------------------------------------------------------------------------
 
@@ -100,6 +112,9 @@ class RunSupervisor(ABC):
             self._changed.notify_all()
         if self.error is None:
             self._guard(self._loop)
+        if self.error is not None:
+            self._guard(self._save_failed)
+            self._name_last_checkpoint()
         self._guard(self._end)
         self.outcome.seconds = self.now()
         self.done.set()
@@ -114,12 +129,11 @@ class RunSupervisor(ABC):
 
     def _begin(self) -> None:
         assert self._task is not None
-        self._processes = Processes(self._hear, self._ended, self._crashes, self.spec.name)
+        self._processes = Processes(self._hear, self._process_ended, self._crashes, self.spec.name)
         self._processes.watch(self._wake.fd, self._take_commands)
         self._start(self._task)
-        if self._evaluate_task is not None:
-            self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, part="evaluator")
-            self._evaluator.channel.post(self._evaluate_task)
+        if self._evaluation is not None:
+            self._start_evaluator()
 
     def _loop(self) -> None:
         while self.error is None and not self._over():
@@ -135,7 +149,7 @@ class RunSupervisor(ABC):
             self._wake.close()
         if "_processes" in self.__dict__:
             self._processes.close(kill=self.error is not None)
-        for parcel in (self._task, self._evaluate_task):
+        for parcel in (self._task, self._evaluation):
             if parcel is not None:
                 parcel.close()
 
@@ -143,19 +157,48 @@ class RunSupervisor(ABC):
         if process.role != "evaluator":
             self._heard(process, message)
         elif isinstance(message, m.Raised):
+            process.state = "raised"
             what = said(message.error) if message.error is not None else raised_in(message.traceback)
             self.fail(RunError(f"evaluation failed: {what}\n\n{message.traceback}"))
         else:
+            self._evaluator_losses.evaluated()
             self._snapshots.popleft()
             if self._snapshots:
                 process.channel.post(self._snapshots[0])
             self.recorder.evaluated(*message)
 
+    def _process_ended(self, process: Process, how: str) -> None:
+        if process.role == "evaluator":
+            self._lose_evaluator(process, how)
+        else:
+            self._ended(process, how)
+
+    def _start_evaluator(self) -> None:
+        assert self._evaluation is not None
+        self._evaluator = self._processes.fork("evaluator", 0, 0, run_evaluator, part="evaluator")
+        self._evaluator.channel.post(self._evaluation)
+        if self._snapshots:
+            self._evaluator.channel.post(self._snapshots[0])
+
+    def _lose_evaluator(self, process: Process, how: str) -> None:
+        process.state, self._evaluator = "lost", None
+        waiting = [(epoch, self.recorder.version_of(epoch)) for epoch, _ in self._snapshots]
+        for decision in self._evaluator_losses.lost(how, process.pid, waiting):
+            match decision:
+                case StartEvaluator():
+                    self._start_evaluator()
+                case SkipEvaluation(epoch):
+                    self._snapshots.popleft()
+                    self.recorder.skip_evaluation(epoch)
+                case _:
+                    self.recorder.say(decision)
+
     def _evaluate(self, epoch: int, state: dict[str, Tensor]) -> None:
-        """Snapshots wait here: a slow test must not fill its channel."""
-        assert self._evaluator is not None
+        """Queue a snapshot: the channel has one at a time, so that a slow evaluation does not fill it."""
         self._snapshots.append((epoch, state))
-        if len(self._snapshots) == 1:
+        if self._evaluator is None:
+            self._start_evaluator()
+        elif len(self._snapshots) == 1:
             self._evaluator.channel.post(self._snapshots[0])
 
     def kill(self, process: Process, why: str) -> None:
@@ -173,6 +216,18 @@ class RunSupervisor(ABC):
         if self.spec.threads is not None:
             return self.spec.threads
         return max(1, len(os.sched_getaffinity(0)) // self.spec.plan.learners)
+
+    def _name_last_checkpoint(self) -> None:
+        """Say in the error which checkpoint to resume from, unless that is what could not be read."""
+        error = self.error
+        paths = [event.details["path"] for event in self.outcome.events if event.kind == "checkpoint"]
+        if not paths or not isinstance(error, RunError) or isinstance(error.__cause__, CheckpointError):
+            return
+        resume = f"the last checkpoint is {paths[-1]}: resume= goes on from it"
+        if isinstance(error, LostError):
+            error.args = (f"{error}; {resume}",)
+        else:
+            error.add_note(resume)
 
     # -- what a run consists of --------------------------------------------------------------------------
 
@@ -200,6 +255,9 @@ class RunSupervisor(ABC):
     @abstractmethod
     def _questioned(self, number: int) -> None:
         """A caller waits for an answer of that number."""
+
+    def _save_failed(self) -> None:  # noqa: B027 - a batch method's state is whole between iterations only
+        """Write a last checkpoint of a run that has failed, where the processes that hold its state live."""
 
     @abstractmethod
     def _end(self) -> None:
