@@ -56,6 +56,7 @@ class AllReduceSupervisor(RunSupervisor):
         self._stop_word = Region(8)
         self._boards = [Region(BOARD) for _ in range(spec.plan.learners)]
         self._deadline: float | None = None
+        self._finishing: set[int] = set()  # ranks that a stop has taken out of their loops
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")
 
@@ -105,6 +106,8 @@ class AllReduceSupervisor(RunSupervisor):
             process.state = "broken"
             self._broken = self._broken or (time.monotonic(), process.rank, message.text)
             self._urgent = True
+        elif isinstance(message, m.LeftLoop):
+            (self._finishing.discard if message.again else self._finishing.add)(process.rank)
         else:
             self._keeper.hear(process.rank, message)
 
@@ -121,8 +124,9 @@ class AllReduceSupervisor(RunSupervisor):
             _, rank, text = self._broken
             self.fail(RunError(f"a collective failed in learner {rank}: {text}"))
         running = [rank for rank, process in self.learners.items() if process.state == "running"]
-        if self._deadline is not None and now > self._deadline and running:
-            ranks = ", ".join(map(str, running))
+        late = [rank for rank in running if rank not in self._finishing]
+        if self._deadline is not None and now > self._deadline and late:
+            ranks = ", ".join(map(str, late))
             self.fail(
                 RunError(f"learners {ranks} did not finish their step within {GRACE:.0f} s of the stop")
             )

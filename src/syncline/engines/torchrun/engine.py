@@ -36,7 +36,7 @@ from syncline.learn.local_update import GroupSession
 from syncline.learn.model_factories import copied
 from syncline.learn.train_and_evaluate import Training
 from syncline.parallel.move import Joined, join
-from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
+from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, Serving
 from syncline.roles.allreduce_coordinator import Meet, PeerClosed, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the clerk's word on who broke it
@@ -361,7 +361,7 @@ class TorchrunHandle(Handle):
         spec = self._spec
         session.seed()
         value = None
-        with contextlib.suppress(RunStopped):
+        with session.until_stopped():
             value = spec.task.function(session, *map(_own, spec.task.arguments), **spec.task.keywords)
         session.close()
         line.send(Left(value, line.calls, session.steps, self._signal if session.stopped else 0))
