@@ -547,8 +547,7 @@ def _joined(entry: Entry, pieces: Sequence[_Found]) -> tuple[Tensor, dict[str, A
 
 def layout_json(layout: Layout) -> dict[str, Any]:
     """Return a layout for the manifest: without the keys of a state_dict, and without where shards were cut."""
-    left_out = {"cuts", "keys", "extra"}
-    return {key: value for key, value in asdict(layout).items() if key not in left_out}
+    return {key: value for key, value in asdict(layout).items() if key not in ("cuts", "keys", "extra")}
 
 
 # -- for whoever goes on with a table: a shard reads its part, a learner among equals all of it --------------
