@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 Slot = Any
 
 
-class RunStopped(BaseException):
-    """Unwinds a learner's function when the run ends; not an error."""
+class RunStopped(KeyboardInterrupt):
+    """Unwind a learner's function when the run ends.
+
+    A loop sees what Ctrl-C would raise in a single process: `except KeyboardInterrupt` in it works, `except Exception` does not
+    swallow it.
+    """
 
 
 class PeerLost(BaseException):
@@ -153,7 +157,10 @@ class LearnerEnd(Worker):
 
     @abstractmethod
     def stopping(self) -> bool:
-        """The run is to end: loaders end, steps do not return; among equals all agree on the step first."""
+        """Return whether the run is to end: batches and steps raise then; among equals all agree on the step first."""
+
+    def left_loop(self, *, again: bool) -> None:
+        """Report that a stop has unwound the loop: the learner is finishing. `again`: it went on with its loop."""
 
 
 class Saver(ABC):

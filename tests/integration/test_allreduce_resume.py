@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -222,13 +223,14 @@ def two_tables(session: sl.Session, epochs: int) -> int:
     first = session.optimizer(one, partial(SGD, lr=0.1, momentum=0.9))
     second = session.optimizer(two, partial(Adagrad, lr=0.1))
     loader = session.loader(points(), batch_size=12)
-    while loader.epoch < epochs:
-        for x, y in loader:
-            first.zero_grad()
-            second.zero_grad()
-            F.cross_entropy(two(F.dropout(one(x))), y).backward()
-            first.step()
-            second.step()
+    with contextlib.suppress(KeyboardInterrupt):  # of a stop
+        while loader.epoch < epochs:
+            for x, y in loader:
+                first.zero_grad()
+                second.zero_grad()
+                F.cross_entropy(two(F.dropout(one(x))), y).backward()
+                first.step()
+                second.step()
     return first.version - second.version
 
 

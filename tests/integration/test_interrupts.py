@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from torch.optim import SGD
 
 import syncline as sl
 from syncline.engines import checkpoint_options as options
-from syncline.errors import UsageError
+from syncline.engines.local import supervisor
+from syncline.errors import LostWarning, UsageError
 from syncline.report.run_record import read_run
 from syncline.table.checkpoints import find
 from tests.integration.small_runs import alive, points, start, unhurried
@@ -130,6 +132,118 @@ def test_ctrl_c_ends_a_sweep_and_carries_what_was_trained(where: str, tmp_path: 
     assert "has True True ['bias', 'weight']" in out, out
     assert "lr 0.2" not in out
     assert process.returncode == -signal.SIGINT  # as a shell's own loop needs it
+
+
+LOOPS = """
+data = torch.utils.data.TensorDataset(torch.ones(64, 2))
+
+def train(session, model, opt):
+    for epoch in range(10**9):
+        total, batches = 0.0, 0
+        for (x,) in session.loader(data, batch_size=4):
+            opt.zero_grad()
+            model(x).sum().backward()
+            opt.step()
+            total, batches = total + 1, batches + 1
+        total / batches
+        if epoch == 3 and session.rank == 0:
+            print("going")
+
+def loops(session):
+    model = nn.Linear(2, 1)
+    opt = session.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    if session.rank == 0:
+        train(session, model, opt)
+    try:
+        train(session, model, opt)
+    except Exception:
+        return "swallowed"
+    except KeyboardInterrupt:
+        return "tested"
+
+def exits(session):
+    try:
+        learner(session)
+    except KeyboardInterrupt:
+        sys.exit(0)
+"""
+PLACES = [
+    'sync="hardsync"',
+    'sync="downpour:push=2,fetch=2,local_lr=0.01"',
+    'topology="tree:2"',
+    'topology="allreduce"',
+    'topology="allreduce", sync="delayed:1"',
+    'engine="sim"',
+    'engine="sim", topology="allreduce"',
+]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_ctrl_c_ends_a_loop_over_epochs_at_once(where: str, tmp_path: Path) -> None:
+    """A loop that divides by its number of batches, in a learner that catches KeyboardInterrupt and in one that does not."""
+    code = f"""
+    try:
+        sl.launch(loops, learners=2, {where})
+    except KeyboardInterrupt as stop:
+        events = [event.kind for event in stop.result.events]
+        print("has", stop.result.returned, stop.result.version >= 20, events)
+    """
+    with script(tmp_path, LOOPS + textwrap.dedent(code)) as process:
+        process.send_signal(signal.SIGINT)
+        out = ended(process)
+    assert "has [None, 'tested'] True []" in out, out
+
+
+@pytest.mark.parametrize("where", [PLACES[0], PLACES[3]])
+def test_a_script_may_exit_when_it_catches_ctrl_c(where: str, tmp_path: Path) -> None:
+    code = f"""
+    try:
+        sl.launch(exits, learners=2, {where})
+    except KeyboardInterrupt as stop:
+        print("has", stop.result.returned)
+    """
+    with script(tmp_path, LOOPS + textwrap.dedent(code)) as process:
+        process.send_signal(signal.SIGINT)
+        out = ended(process)
+    assert "has [None, None]" in out, out
+
+
+def finishes(session: sl.Session, folder: str) -> str:
+    """Train until the run is stopped; learner 0 returns late, learner 1 does not notice the stop."""
+    model = nn.Linear(2, 1)
+    opt = session.optimizer(model, partial(SGD, lr=0.1))
+    try:
+        while True:
+            opt.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            opt.step()
+            if session.rank == 1:
+                Path(folder, "stuck").touch()
+                threading.Event().wait()
+    except KeyboardInterrupt:
+        while not Path(folder, "killed").exists():
+            threading.Event().wait(0.01)
+    return "tested"
+
+
+def test_only_a_learner_that_does_not_notice_a_stop_is_ended_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed learner is no loss, and its rank has an event that says why; the other one takes its time."""
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+    run = sl.launch(finishes, str(tmp_path), learners=2, sync="async", wait=False)
+    while not (tmp_path / "stuck").exists():
+        threading.Event().wait(0.01)
+    run.stop()
+    stuck = run._handle.pids()["learner 1"]
+    while alive(stuck):
+        threading.Event().wait(0.01)
+    (tmp_path / "killed").touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LostWarning)
+        result = run.wait(HANG)
+    assert result.returned == ["tested", None]
+    assert [(event.kind, event.rank) for event in result.events] == [("killed", 1)]
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:

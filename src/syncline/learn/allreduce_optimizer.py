@@ -21,7 +21,6 @@ from syncline.learn.allreduce_reducer import Reducer, Round
 from syncline.learn.allreduce_state import GroupChanges, as_in, load_table, plain_groups
 from syncline.learn.allreduce_user_hooks import Application, Applications, Callbacks
 from syncline.learn.session import UNSAID, TableOptimizer
-from syncline.ports import RunStopped
 from syncline.protocols.allreduce import Pipeline, Vote
 from syncline.protocols.sequence import Account
 from syncline.protocols.staleness import StalenessClock
@@ -128,7 +127,7 @@ class AllReduceOptimizer(TableOptimizer):
     def _begin_step(self, loss: Any) -> None:
         session = self._session
         if session.ending and not session.lets_finish(self):
-            raise RunStopped
+            raise session.unwind()
         said, session.loss = session.loss if loss is None else loss, UNSAID
         self.last_loss = said.item() if isinstance(said, Tensor) else float(said)
         if said is not UNSAID and not math.isfinite(self.last_loss):

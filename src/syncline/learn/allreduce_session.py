@@ -188,16 +188,15 @@ class AllReduceSession(Session):
         return loader
 
     def goes_on(self) -> bool:
-        """A loop asks for its next batch: the place for checkpoints. False where the run is to end."""
+        """Write a checkpoint that is due, before the next batch."""
         if not self._begun:
             self._begun = True
             self._restore_random()
         if self.ending:
             self._cut_last()
-            return False
-        if self._cadence.take(self.port.now()):
+        elif self._cadence.take(self.port.now()):
             self._cut()
-        return True
+        return super().goes_on()
 
     def consume(self, loader: int, count: int, *, more: bool) -> None:
         """A batch was handed to the loop: it belongs to the next gradient, without weight if it is a repeated one."""

@@ -257,9 +257,11 @@ class Loader(LoaderBase):
 
     def _read_now(self) -> Iterator[Any]:
         session = self._session
-        while not session.ending:
+        while session.goes_on():
             portion = self._next(block=True)
-            if portion is None or portion.end:
+            if portion is None:
+                continue  # the run ends
+            if portion.end:
                 return
             batch = to_device(self._batch(portion), session.device)
             session.consumed(self.number, portion.number + 1, portion.stop - portion.start)
@@ -275,9 +277,11 @@ class Loader(LoaderBase):
             while True:
                 if generation != self.generation:  # new servers: there is more again
                     more, generation = True, self.generation
-                while more and waiting <= self.ahead and not self._session.ending:
+                while more and waiting <= self.ahead and self._session.goes_on():
                     portion = self._next(block=waiting == 0)
                     generation = self.generation
+                    if portion is None and waiting == 0:
+                        continue  # the run ends
                     if portion is None:
                         break
                     more = not portion.end
@@ -334,6 +338,8 @@ class StreamLoader(Loader):
         session, begun = self._session, -1
         while begun != self.generation:  # again, where the servers are new ones
             portion: Portion | None = self._next(block=True)  # the epoch, in lockstep for all at once
+            if portion is None and session.goes_on():
+                continue
             if portion is None or (portion.end and portion.epoch != NEVER):
                 return  # it is over already, or the run ends
             if portion.end:
@@ -343,7 +349,7 @@ class StreamLoader(Loader):
             begun, self._told = self.generation, False
             self._items = Share(self.data, session.rank, session.learners)
             while begun == self.generation and (items := list(islice(self._items, self.batch_size))):
-                if session.ending:
+                if not session.goes_on():
                     return
                 self._given += 1
                 session.consumed(self.number, self._given, len(items))

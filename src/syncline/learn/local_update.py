@@ -24,7 +24,7 @@ from syncline.learn.allreduce_optimizer import AllReduceOptimizer
 from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.optimizer import SharedOptimizer
 from syncline.parallel.module import Part, Partitioned
-from syncline.ports import CollectivePort, Reset, RunStopped, TablePort
+from syncline.ports import CollectivePort, Reset, TablePort
 from syncline.roles.checkpoint_manifest import Restored
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Flat, Layout, Tensors
@@ -73,7 +73,7 @@ class SeatOptimizer(SharedOptimizer):
             return super()._stepped(again)
         self.untouched.look()
         if self._session.ending:
-            raise RunStopped
+            raise self._session.unwind()
         own = [parameter for index, parameter in enumerate(self.parameters) if index in self._own]
         rest = [parameter for index, parameter in enumerate(self.parameters) if index not in self._own]
         self._session.committed = True  # slices and the rest make this step together, or neither

@@ -19,7 +19,7 @@ from syncline.learn.session import UNSAID, TableOptimizer, copy_all, sparse_grad
 from syncline.learn.stepper import FreeDraft, Replica, Sealed, Stepper, Steps
 from syncline.learn.usage_warnings import Untouched, hooked
 from syncline.messages import to_leader as say
-from syncline.ports import Computing, Draft, Reading, Reset, RunStopped, TablePort
+from syncline.ports import Computing, Draft, Reading, Reset, TablePort
 from syncline.table.gradient_slot import options_text
 from syncline.table.layout import Tensors
 from syncline.table.optimizer_template import Options, group_options, merge, own_options, split
@@ -104,7 +104,7 @@ class SharedOptimizer(TableOptimizer, Replica):
                 loss = closure()
         session, stepper = self._session, self.stepper
         if session.ending:
-            raise RunStopped
+            raise session.unwind()
         session.port.spend(Computing(session.examples))
         said = loss.item() if isinstance(loss, Tensor) and stepper.sync.local else loss
         try:

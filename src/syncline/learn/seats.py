@@ -118,6 +118,10 @@ class SeatPort(LearnerPort):
         if self.leads:
             self._port.tell(message)
 
+    def left_loop(self, *, again: bool) -> None:
+        if self.leads:
+            self._port.left_loop(again=again)
+
     def ask(self, message: Any) -> Any:
         def asked() -> Any:
             answer = self._port.ask(message)

@@ -24,7 +24,7 @@ from syncline.learn.optimizer import SharedOptimizer
 from syncline.learn.session import Collate, Session, copy_all
 from syncline.messages import to_leader as say
 from syncline.messages.to_leader import NO_LOADER
-from syncline.ports import LearnerPort, Reset
+from syncline.ports import LearnerPort, Reset, RunStopped
 from syncline.roles.run_plan import Seat
 from syncline.roles.waiting_at_coordinator import brought, like
 from syncline.table.layout import Layout, Tensors, lay_out
@@ -88,11 +88,20 @@ class ServerSession(Session):
             self.rejoin()
 
     @property
-    def ending(self) -> bool:
-        """The run is to end: loaders end, steps do not return."""
+    def full(self) -> bool:
         limit = self.plan.limit
-        reached = limit is not None and bool(self._tables) and self._tables[0].version >= limit
-        return reached or self.port.stopping()
+        return limit is not None and bool(self._tables) and self._tables[0].version >= limit
+
+    @property
+    def ending(self) -> bool:
+        return self.full or self.port.stopping()
+
+    def unwind(self) -> RunStopped:
+        """Rest as well: what the function does after its loop keeps no other learner waiting."""
+        if not self._stops:
+            with contextlib.suppress(Reset):
+                self.rest(NO_LOADER, 0)
+        return super().unwind()
 
     # -- tables ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from syncline.errors import LayoutError, UsageError
 from syncline.learn.loader import POLICIES, identity, read_ahead
 from syncline.learn.model_factories import refuse_unready, seed_random
 from syncline.learn.usage_warnings import Watch
+from syncline.ports import RunStopped
 from syncline.roles.run_plan import Seat
 from syncline.table.layout import Tensors
 from syncline.table.optimizer_template import refuse_unsupported
@@ -36,6 +37,7 @@ class Session(ABC):
     seats: int = 1
     draws_as_one: bool = True  # torch's generator is in the same state in all seats
     loss: float | Tensor = UNSAID  # of the gradient that is being made, for the record
+    _stops = 0  # how often the loop was unwound
 
     def __init__(self, port: Any, seat: Seat) -> None:
         self.port, self.reader, self.plan = port, seat.reader, seat.plan
@@ -61,7 +63,40 @@ class Session(ABC):
     @property
     @abstractmethod
     def ending(self) -> bool:
-        """The run is to end: loaders end, steps do not return."""
+        """Return whether the run is to end, as planned or before."""
+
+    @property
+    @abstractmethod
+    def full(self) -> bool:
+        """Return whether all updates were made that the run is limited to."""
+
+    def goes_on(self) -> bool:
+        """Return whether there may be another batch; raise `RunStopped` where the run is stopped.
+
+        A loader that merely ended would leave the loop over epochs running, with epochs that have no batches.
+        """
+        ending = self.ending  # once: the seats of a group agree on each answer
+        if ending and not self.full:
+            raise self.unwind()
+        return not ending
+
+    def unwind(self) -> RunStopped:
+        """Return what unwinds the loop; the first two times are reported."""
+        self._stops += 1
+        if self._stops <= 2:
+            self.port.left_loop(again=self._stops == 2)
+        return RunStopped("the run was stopped")
+
+    @contextlib.contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """Swallow what a stop raises, and the SystemExit of a script that catches it."""
+        try:
+            yield
+        except RunStopped:
+            return
+        except SystemExit:
+            if not self._stops:
+                raise
 
     def optimizer(self, model: nn.Module, factory: Factory) -> TableOptimizer:
         """The shared state of this model's parameters, as a torch optimizer."""

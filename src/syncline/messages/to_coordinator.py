@@ -219,6 +219,13 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftLoop:
+    """A stop has unwound a learner's loop, and its function finishes; `again`: it went on with its loop nevertheless."""
+
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsPart:
     """One shard's part of one version of one table."""
 

@@ -211,6 +211,8 @@ class Lifecycle:
         self.stopping = False
         self._failed = False
         self._deadline: float | None = None
+        self._finishing: set[int] = set()  # learners that a stop has taken out of their loops
+        self._cut_off: set[int] = set()  # learners that a stop has ended
         self._new(range(learners) if ranks is None else ranks)
 
     def _new(self, ranks: Iterable[int]) -> dict[int, int]:
@@ -261,6 +263,8 @@ class Lifecycle:
         """It died. `stepped`: not before it had made a step."""
         if (rank := self._take(learner)) is None:
             return []
+        if learner in self._cut_off:  # by the stop: no loss
+            return [Leave(learner, lost=True), *self._finish()]
         what = f"lost: {why}"
         found: list[Decision] = [
             Say(what, rank, "lost", {"learner": learner, **(details or {})}),
@@ -376,9 +380,14 @@ class Lifecycle:
             return []
         if not self.stopping:
             return self.stop(now)
-        self._deadline = None if self.live else self._deadline
+        late = self.live.keys() - self._finishing - self._cut_off
+        self._cut_off |= late
         why = f"did not finish its step within {self._grace.step:.0f} s of the stop"
-        return [Kill(learner, why) for learner in self.live]
+        return [Kill(learner, why) for learner in sorted(late)]
+
+    def left_loop(self, learner: int, *, again: bool) -> None:
+        """Let a learner finish its function, in its own time, once a stop has ended its loop; not one that loops `again`."""
+        (self._finishing.discard if again else self._finishing.add)(learner)
 
     def fail(self, error: BaseException) -> list[Decision]:
         """Nothing more is decided."""

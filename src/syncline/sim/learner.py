@@ -31,7 +31,6 @@ from syncline.ports import (
     Portion,
     Reading,
     Reset,
-    RunStopped,
     Serving,
     TablePort,
 )
@@ -479,10 +478,8 @@ def call(task: Task, session: ServerSession | AllReduceSession) -> Any:
     """What the user's function gives back, called with a copy of what it is given."""
     session.seed()
     arguments, keywords = copy_arguments((task.arguments, task.keywords))
-    try:
+    with session.until_stopped():
         return task.function(session, *arguments, **keywords)
-    except RunStopped:
-        return None
 
 
 def copy_arguments(arguments: Any) -> Any:

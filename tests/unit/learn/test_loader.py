@@ -190,8 +190,11 @@ def test_new_servers_give_the_epoch_again(ahead: int) -> None:
 
 def test_a_run_that_ends_ends_the_loop() -> None:
     session, servers = session_of_one()
-    for _ in session.loader(Rows(), batch_size=BATCH, ahead=0):
-        servers.stops = True
+    batches = iter(session.loader(Rows(), batch_size=BATCH, ahead=0))
+    next(batches)
+    servers.stops = True
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
     assert session.examples == BATCH and not servers.of(say.CloseLoader)
 
 

@@ -191,6 +191,20 @@ def test_shards_come_back_so_often_between_two_checkpoints() -> None:
     assert f"{MOST + 1} times without a checkpoint in between" in failure(run.shard_lost("gone"))
 
 
+def test_a_learner_that_a_stop_has_taken_out_of_its_loop_has_its_time() -> None:
+    run = life(grace=GRACE)
+    run.ask_stop(0.0)
+    run.stop(0.5)
+    run.left_loop(1, again=False)
+    (kill,) = run.tick(9.0)
+    assert isinstance(kill, Kill) and kill.number == 2
+    assert acts(run.lost(2, "killed", stepped=True)) == [Leave(2, lost=True)] and run.tick(10.0) == []
+    run.left_loop(1, again=True)  # it swallows the end of its loop and goes on
+    (kill,) = run.tick(99.0)
+    assert isinstance(kill, Kill) and kill.number == 1
+    assert run.lost(1, "killed", stepped=True) == [Leave(1, lost=True), Finish()]
+
+
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_stop_is_not_forgotten_when_a_shard_is_lost(stopping: bool) -> None:
     run = life(saved=True, grace=GRACE)

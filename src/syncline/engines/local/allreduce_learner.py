@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline import messages as m
 from syncline.engines.checkpoint_writer import Writer
 from syncline.engines.collectives import CollectiveGroup
 from syncline.engines.local.control_channel import Channel, Closed
@@ -143,6 +144,9 @@ class LocalCollectivePort(CollectivePort):
 
     def stopping(self) -> bool:
         return self._stop[0] != 0
+
+    def left_loop(self, *, again: bool) -> None:
+        self._channel.send(m.LeftLoop(again))
 
     def close(self) -> None:
         """Everybody leaves. Gloo's group may go with the process: that is quicker, and nothing complains."""

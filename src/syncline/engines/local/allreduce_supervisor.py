@@ -61,6 +61,7 @@ class AllReduceSupervisor(RunSupervisor):
         nbytes = board_bytes(max([spec.plan.delay, *before]))
         self._boards = [Region(nbytes) for _ in range(spec.plan.learners)]
         self._deadline: float | None = None
+        self._finishing: set[int] = set()  # ranks that a stop has taken out of their loops
         self._broken: tuple[float, int, str] | None = None  # (when, rank, what it said)
         self._last_copy: LastCopy | None = None  # once the run has failed
         self._hanging = HangDetection(self, "the others wait for it", "ends such a learner, and the run")
@@ -115,6 +116,8 @@ class AllReduceSupervisor(RunSupervisor):
             process.state = "broken"
             self._broken = self._broken or (time.monotonic(), process.rank, message.text)
             self._urgent = True
+        elif isinstance(message, m.LeftLoop):
+            (self._finishing.discard if message.again else self._finishing.add)(process.rank)
         else:
             self._keeper.hear(process.rank, message)
 
@@ -131,8 +134,9 @@ class AllReduceSupervisor(RunSupervisor):
             _, rank, text = self._broken
             self.fail(RunError(f"a collective failed in learner {rank}: {text}"))
         running = [rank for rank, process in self.learners.items() if process.state == "running"]
-        if self._deadline is not None and now > self._deadline and running:
-            ranks = ", ".join(map(str, running))
+        late = [rank for rank in running if rank not in self._finishing]
+        if self._deadline is not None and now > self._deadline and late:
+            ranks = ", ".join(map(str, late))
             self.fail(
                 RunError(f"learners {ranks} did not finish their step within {GRACE:.0f} s of the stop")
             )

@@ -30,7 +30,7 @@ from syncline.learn.allreduce_session import AllReduceSession
 from syncline.learn.server_session import ServerSession
 from syncline.learn.session import UNSAID
 from syncline.messages.to_leader import Farewell, Gradient, Put, Reread, Rest, ToLeader
-from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, RunStopped, TablePort
+from syncline.ports import Draft, LearnerPort, Portion, Reading, Reset, TablePort
 from syncline.roles.run_plan import Seat
 
 # words of the hub: the run is to end; how often the servers were started; how often learners were called
@@ -331,6 +331,9 @@ class LocalLearnerPort(LearnerPort):
     def tell(self, message: Any) -> None:
         self._channel.send(message)
 
+    def left_loop(self, *, again: bool) -> None:
+        self._channel.send(m.LeftLoop(again))
+
     def open(self, opened: m.Opened | m.Initialise) -> LocalTable:
         table = LocalTable(opened, self._spec.geometry, self)
         if isinstance(opened, m.Initialise):
@@ -378,10 +381,8 @@ def run_learner(channel: Channel, spec: LearnerSpec) -> int:
 def call(task: Task, session: ServerSession | AllReduceSession) -> Any:
     """What the user's function gives back."""
     session.seed()
-    try:
+    with session.until_stopped():
         return task.function(session, *task.arguments, **task.keywords)
-    except RunStopped:
-        return None
 
 
 def returned(value: Any) -> Parcel:

@@ -322,6 +322,8 @@ class Supervisor(RunSupervisor, Crew, CoordinatorPort):
             process.state = "raised"
             error = learner_error(process.rank, message.error, message.traceback)
             self.supervision.raised(process.number, error)
+        elif isinstance(message, m.LeftLoop):
+            self.supervision.lifecycle.left_loop(process.number, again=message.again)
         else:
             self.coordinator.from_learner(process.number, message)
 

@@ -50,7 +50,7 @@ from syncline.learn.local_update import GroupSession
 from syncline.learn.model_factories import copied
 from syncline.learn.train_and_evaluate import Training
 from syncline.parallel.move import Joined, join
-from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, RunStopped, Serving
+from syncline.ports import CollectivePort, Computing, PeerLost, Progress, Reduction, Serving
 from syncline.roles.allreduce_coordinator import Meet, PeerClosed, apart, early
 
 BLAME = 4.0  # seconds that a broken collective waits for the server's report of who broke it
@@ -380,7 +380,7 @@ class TorchrunHandle(Handle):
         value = None
         part = "learner" if spec.group == 1 else "seat"
         title = title_of(f"{part} {self._place.rank}", spec.name)
-        with contextlib.suppress(RunStopped), titled(title):
+        with session.until_stopped(), titled(title):
             value = spec.task.function(session, *map(_own, spec.task.arguments), **spec.task.keywords)
         session.close()
         signal = self._signal if session.stopped else 0
