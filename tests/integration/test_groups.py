@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -298,12 +299,20 @@ def begun(**options: Any) -> sl.Run:
     return run
 
 
+def second_seat(pid: int) -> int:
+    """Wait until a group's first process has started the other one: under a free dial an epoch may end before that."""
+    while not (found := children(pid)):
+        time.sleep(0.01)
+    (other,) = found
+    return other
+
+
 @pytest.mark.filterwarnings("ignore::syncline.errors.LostWarning")
 @pytest.mark.parametrize("victim", ["the first", "another"])
 def test_a_seats_death_is_its_groups_leave(victim: str) -> None:
     with begun(sync="softsync:1", epochs=20) as run:
         pid = run._handle.pids()["learner 1"]
-        (other,) = children(pid)
+        other = second_seat(pid)
         os.kill(pid if victim == "the first" else other, signal.SIGKILL)
         result = run.wait()
     assert result.statistics.tables[0].examples == 20 * 48
@@ -314,7 +323,7 @@ def test_a_seats_death_is_its_groups_leave(victim: str) -> None:
 @pytest.mark.filterwarnings("ignore::syncline.errors.LostWarning")
 def test_a_group_is_replaced_whole() -> None:
     with begun(epochs=20, replace=True) as run:
-        (other,) = children(run._handle.pids()["learner 1"])
+        other = second_seat(run._handle.pids()["learner 1"])
         os.kill(other, signal.SIGKILL)
         result = run.wait()
     assert [event.kind for event in result.events if event.rank == 1] == ["lost", "replaced"]
