@@ -228,7 +228,8 @@ def test_a_leaf_that_takes_a_learner_over_finds_the_gradients_of_all_its_tables(
     for table in (0, 1):
         for slot in range(SLOTS):
             one.publish(1 + slot, 1.0, table=table, slot=slot)
-    world.post.letters += [(LocalNode.add_table, 1, LAYOUT, second, False), *one.joins(), one.lane_of(1)]
+    world.post.letters += [(LocalNode.add_table, 1, LAYOUT, second), *one.joins(), one.lane_of(1)]
+    world.answer(Counted(1, Count(1, False, False)))
 
     def story() -> Iterator[None]:
         yield from world.settle()
