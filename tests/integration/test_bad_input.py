@@ -244,7 +244,7 @@ def test_launch_refuses_before_a_process_starts(changes: dict[str, Any], words: 
     [
         (lambda: 1, (), {}, "too many positional arguments"),
         (lambda session, width: 1, (), {}, "missing a required argument: 'width'"),
-        (lambda session: 1, (), {"epochs": 3}, "got an unexpected keyword argument 'epochs'"),
+        (lambda session, /, width: 1, (2,), {"width": 2}, "multiple values for argument 'width'"),
     ],
 )
 @pytest.mark.usefixtures("no_process")
@@ -255,6 +255,41 @@ def test_launch_refuses_a_function_that_cannot_be_called_so(
         UsageError, match=f"cannot be called with a session and what launch was given: {words}"
     ):
         sl.launch(function, *arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    "keywords, near",
+    [
+        ({"learner": 2}, ", did you mean 'learners'?"),
+        ({"toplogy": "servers"}, ", did you mean 'topology'?"),
+        ({"width": 1, "depht": 2}, ", did you mean 'depth'?"),
+        ({"zzz": 2}, ""),
+    ],
+)
+@pytest.mark.usefixtures("no_process")
+def test_launch_names_the_option_or_argument_that_was_meant(keywords: dict[str, Any], near: str) -> None:
+    def function(session: sl.Session, width: int = 1, depth: int = 1) -> None: ...
+
+    unknown = list(keywords)[-1]
+    with pytest.raises(UsageError) as refused:
+        sl.launch(function, **keywords)
+    assert str(refused.value).startswith(
+        f"'{unknown}' is no option of launch, and no argument of function(session"
+    )
+    assert str(refused.value).partition(", did you mean")[1:] == near.partition(", did you mean")[1:]
+
+
+def test_a_function_of_any_keywords_gets_them() -> None:
+    def function(session: sl.Session, **given: int) -> dict[str, int]:
+        return given
+
+    assert sl.launch(function, learner=3, learners=1, engine="sim").returned == [{"learner": 3}]
+
+
+@pytest.mark.usefixtures("no_process")
+def test_train_names_the_option_that_was_meant() -> None:
+    with pytest.raises(UsageError, match=r"^train has no option 'lerners', did you mean 'learners'\?$"):
+        sl.train(nn.Linear(4, 2), (), optimizer=SGD, lerners=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

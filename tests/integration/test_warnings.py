@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
 
 import syncline as sl
 from syncline.errors import LostWarning, SynclineWarning
@@ -178,6 +179,57 @@ def test_steps_before_a_table_and_around_one_are_nothing_to_say(engine: str, top
     with hearing() as said:
         assert launched(first_alone, learners=2, engine=engine, topology=topology).updates > 0
     assert said == []
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def reads(session: sl.Session, kind: str) -> None:
+    """Train on batches of a DataLoader, or use one for something else."""
+    data, rank, learners = points(32), session.rank, session.learners
+    model = nn.Linear(4, 2)
+    optimizer = session.optimizer(model, partial(SGD, lr=0.01))
+    sampler = DistributedSampler(data, learners, rank) if kind == "distributed sampler" else None
+    if kind == "own subset":
+        batches = DataLoader(Subset(data, range(rank, 32, learners)), batch_size=4)
+    elif kind == "same subset":
+        batches = DataLoader(random_split(data, [16, 16], torch.Generator().manual_seed(0))[0], batch_size=4)
+    else:
+        batches = DataLoader(data, batch_size=4, sampler=sampler)
+    feed = session.loader(data, batch_size=4) if kind == "beside" else batches
+    made = [(torch.ones(4, 4), torch.zeros(4).long())] * 6
+    for _ in range(3):
+        for x, y in made if "validation" in kind else feed:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        with torch.set_grad_enabled(kind == "validation with gradients"):
+            for x, _ in batches if kind == "beside" or "validation" in kind else ():
+                model(x)
+
+
+READERS = [
+    ("all", 2, 1),
+    ("all", 1, 0),
+    ("same subset", 3, 1),
+    ("own subset", 2, 0),
+    ("distributed sampler", 2, 0),
+    ("beside", 2, 0),
+    ("validation", 2, 0),
+    ("validation with gradients", 2, 0),
+]
+
+
+@pytest.mark.parametrize(
+    "engine, topology, kind, learners, count",
+    [(*way, *case) for way in WAYS for case in (READERS if way[0] == "sim" else READERS[:1])],
+)
+def test_warning_of_data_that_every_learner_reads(
+    engine: str, topology: str, kind: str, learners: int, count: int
+) -> None:
+    with hearing() as said:
+        launched(reads, kind, learners=learners, sync="hardsync", engine=engine, topology=topology)
+    assert len(said) == len(said.about("session.loader(dataset, batch_size=4)")) == count
 
 
 # -- writes --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,9 @@ class Recorder:
         self._finished = self._complete = False
         self._deaf = False  # a listener failed, and that was said
         self.causes: set[str] = set()  # of warnings that were given
+        self._readers: defaultdict[str, set[int]] = defaultdict(
+            set
+        )  # ranks, by the data that each reads by itself
         self._own: dict[tuple[str, int], Options] = {}  # of the first shard of a table's parts
         self._name = spec.name or "run"
         if spec.storage.restored is not None:
@@ -114,7 +118,10 @@ class Recorder:
             self.outcome.statistics = record.statistics
             self._finished = True
         elif isinstance(record, m.Warned):
-            self.warn(record.text, record.cause)
+            rank, data = record.data or (0, "")
+            self._readers[data].add(rank)
+            if record.data is None or len(self._readers[data]) > 1:
+                self.warn(record.text, record.cause)
         elif isinstance(record, m.Clocks):
             self._tell(record)
         elif isinstance(record, m.Left):

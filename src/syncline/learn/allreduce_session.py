@@ -80,6 +80,10 @@ class AllReduceSession(Session):
             unpack_random(kept.random, self.device)
 
     @property
+    def most_steps(self) -> int:
+        return max((table.started for table in self._tables), default=0)
+
+    @property
     def ending(self) -> bool:
         return self.full or self.stopped
 

@@ -88,6 +88,10 @@ class ServerSession(Session):
             self.rejoin()
 
     @property
+    def most_steps(self) -> int:
+        return max((table.stepper.steps for table in self._tables), default=0)
+
+    @property
     def full(self) -> bool:
         limit = self.plan.limit
         return limit is not None and bool(self._tables) and self._tables[0].version >= limit

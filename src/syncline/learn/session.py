@@ -49,7 +49,12 @@ class Session(ABC):
         self._same: dict[tuple[Any, ...], Any] = {}  # loaders
         # parameters in tables, by identity: the names that their first table gave them
         self._owned: dict[int, str] = {}
-        self.watch = Watch(self.rank, port.tell, self._owned)
+        self.watch = Watch(self.rank, port.tell, self._owned, self)
+
+    @property
+    @abstractmethod
+    def most_steps(self) -> int:
+        """Return how many steps were made of the table that was stepped most."""
 
     def seed(self) -> None:
         """Rank 0 draws what a plain script draws after `torch.manual_seed(seed)`."""

@@ -1,13 +1,14 @@
-"""What a learner's loop does that is hardly meant, noticed cheaply and said once: a plain optimizer's steps, weights that are
-written to between two steps, losses that are not finite. Not responsible for who shows it: that is the recorder's.
+"""Warn of what a learner's loop hardly means, once: a plain optimizer's steps, batches of a DataLoader beside the session's loaders,
+weights that are written to between two steps, losses that are not finite. The recorder shows the warnings.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Container, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import Dataset, Subset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from syncline import messages as m
 
@@ -25,13 +28,26 @@ _NORMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)  # of the learner that runs here
 _hooked = False
 LOOK = 1000  # steps
+FEEDS = 3  # steps in a row that batches of one DataLoader feed
+
+
+class Loop(Protocol):
+    """What a watch sees of its learner's session."""
+
+    loaders: list[Any]
+
+    @property
+    def most_steps(self) -> int: ...
 
 
 class Watch:
-    """One learner's; `tell` reaches whoever keeps the run's record, `owned` are the parameters in tables, by identity."""
+    """Watch one learner's loop; `tell` reports a warning, `owned` are the parameters in tables, by identity."""
 
-    def __init__(self, rank: int, tell: Callable[[Any], None], owned: Container[int]) -> None:
-        self._rank, self._tell, self._owned = rank, tell, owned
+    def __init__(self, rank: int, tell: Callable[[Any], None], owned: Container[int], loop: Loop) -> None:
+        self._rank, self._tell, self._owned, self._loop = rank, tell, owned, loop
+        self._fetched: dict[
+            int, tuple[int, int]
+        ] = {}  # DataLoader, by its data -> (steps before its last batch, steps it fed)
         self._said: set[str] = set()
         self.shared: list[Optimizer] = []  # those of the tables, and those that these run
         self.steps = 0  # of tables
@@ -43,12 +59,33 @@ class Watch:
             _hooked = True
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
+            _BaseDataLoaderIter.__next__ = _fetch  # type: ignore[assignment, method-assign]
         _WATCH.set(self)
 
     def warn(self, cause: str, text: str) -> None:
         if cause not in self._said:
             self._said.add(cause)
             self._tell(m.Warned(f"learner {self._rank}: {text}", cause))
+
+    def fetched(self, batches: _BaseDataLoaderIter) -> None:
+        """Warn of a DataLoader whose batches feed one step after the other: every learner that has it reads all of its data.
+
+        Batches for a validation are none of these: gradients are off, or many steps lie between two of its loops.
+        """
+        if self._loop.loaders or not torch.is_grad_enabled():
+            return
+        data, steps = batches._dataset, self._loop.most_steps
+        before, fed = self._fetched.get(id(data), (steps, 0))
+        fed = fed + steps - before if steps - before <= 1 else 0
+        self._fetched[id(data)] = steps, fed
+        if fed == FEEDS:
+            size = getattr(batches._index_sampler, "batch_size", None)
+            text = (
+                f"trains on batches of a DataLoader, and so does another learner on the same data: each of them reads all of it. Give "
+                f"each example to one learner: for batch in session.loader(dataset, batch_size={size or '…'})"
+            )
+            mark = self._rank, _identity_of(data, batches)
+            self._tell(m.Warned(f"learner {self._rank}: {text}", "data", mark))
 
     def close(self) -> None:
         """Its function is over."""
@@ -84,6 +121,27 @@ class Watch:
             f"steps a plain {kind} beside session.optimizer's: what it changes is {lost}. Make it with "
             "session.optimizer(model, factory)",
         )
+
+
+def _identity_of(data: Dataset[Any], batches: _BaseDataLoaderIter) -> str:
+    """Return a text that learners have alike where they read the same data: parts of it, or samplers by rank, differ."""
+    sampler = getattr(batches._index_sampler, "sampler", batches._index_sampler)
+    parts = [str(getattr(sampler, "rank", "")), str(list(getattr(sampler, "indices", ())))]
+    while isinstance(data, Subset):
+        parts.append(str(list(data.indices)))
+        data = data.dataset
+    length = len(data) if hasattr(data, "__len__") else ""
+    return f"{type(data).__qualname__} {length} {zlib.crc32(' '.join(parts).encode())}"
+
+
+_next_batch = _BaseDataLoaderIter.__next__
+
+
+def _fetch(batches: _BaseDataLoaderIter) -> Any:
+    batch = _next_batch(batches)
+    if (watch := _WATCH.get()) is not None:
+        watch.fetched(batches)
+    return batch
 
 
 def not_finite(of: str, epoch: int | None, loss: float) -> str:

@@ -81,10 +81,11 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """For the user, once for each cause."""
+    """A warning for the user, given once for each cause; with `data`, once two learners report the same."""
 
     text: str
     cause: str
+    data: tuple[int, str] | None = None  # a rank, and what identifies the data that its learner reads
 
 
 # -- learners to the coordinator ---------------------------------------------------------------------------

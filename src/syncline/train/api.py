@@ -135,7 +135,7 @@ def launch(
         raise NotYetError(
             f"group={group} in launch: the simulator has no seats, a group is one learner there; use train, or engine='local'"
         )
-    checks.check_call(function, arguments, keywords)
+    checks.check_call(function, arguments, keywords, given.keys() - {"arguments", "keywords"})
     checks.check_seed(seed)
     check_whole("learners", learners)
     if batch_size is not None:
@@ -215,6 +215,7 @@ def train(
 def train(
     model: ModelOrFactory, data: Examples, *, wait: bool, **options: Unpack[TrainOptions]
 ) -> Result | Run: ...
+@checks.only_known
 def train(
     model: ModelOrFactory,
     data: Examples,

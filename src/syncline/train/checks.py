@@ -4,10 +4,11 @@ run needs (spec.py).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from syncline.dial import Course
+from syncline.dial import Course, nearest
 from syncline.engines.local import forkserver
 from syncline.engines.run import Callback
 from syncline.errors import LayoutError, UsageError
@@ -32,6 +33,7 @@ from syncline.topologies import AllReduce, parse_topology
 from syncline.train.spec import Dial
 
 SEEDS = 1 << 63  # torch takes no larger ones
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_import(called: str) -> None:
@@ -184,18 +186,42 @@ def attempt(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise UsageError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
-def check_call(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """`launch`'s function takes a session and these."""
+def only_known(function: F) -> F:
+    """Have a call with an unknown keyword name the nearest one."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        for name in keywords:
+            if name not in known:
+                raise UsageError(f"{function.__name__} has no option {name!r}{nearest(name, known)}")
+        return function(*arguments, **keywords)
+
+    return cast(F, checked)
+
+
+def check_call(
+    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], options: Iterable[str]
+) -> None:
+    """Refuse a call of `launch`'s function that its signature refuses; `options` are those of `launch`."""
     if not callable(function):
         raise UsageError(f"launch takes a function of (session, ...), got {type(function).__name__}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built in: nobody knows
         return
+    name = getattr(function, "__name__", type(function).__name__)
+    parameters = signature.parameters.values()
+    takes = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+        for keyword in (each for each in keywords if each not in takes):
+            near = nearest(keyword, [*takes, *options])
+            raise UsageError(
+                f"{keyword!r} is no option of launch, and no argument of {name}{signature}{near}"
+            )
     try:
         signature.bind(None, *arguments, **keywords)
     except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
             f"{name}{signature} cannot be called with a session and what launch was given: {error}"
         ) from None

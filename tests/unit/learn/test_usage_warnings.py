@@ -20,7 +20,9 @@ class Watched:
     def __init__(self) -> None:
         self.said: list[m.Warned] = []
         self.owned: set[int] = set()
-        self.watch = Watch(3, self.said.append, self.owned)
+        self.loaders: list[Any] = []
+        self.most_steps = 0
+        self.watch = Watch(3, self.said.append, self.owned, self)
 
     @property
     def causes(self) -> list[str]:

@@ -149,12 +149,12 @@ def test_a_schedule_is_made_of_an_optimizer(schedule: Any, words: str) -> None:
 def test_a_function_that_cannot_take_what_launch_was_given_is_named() -> None:
     def loop(session: Any, rate: float) -> None: ...
 
-    checks.check_call(loop, (0.1,), {})
-    checks.check_call(dict.fromkeys, (), {})  # built in: nobody knows
+    checks.check_call(loop, (0.1,), {}, ())
+    checks.check_call(dict.fromkeys, (), {}, ())  # built in: nobody knows
     with pytest.raises(UsageError, match=r"loop\(session.*missing a required argument: 'rate'"):
-        checks.check_call(loop, (), {})
+        checks.check_call(loop, (), {}, ())
     with pytest.raises(UsageError, match=r"takes a function of \(session, \.\.\.\), got int"):
-        checks.check_call(3, (), {})
+        checks.check_call(3, (), {}, ())
 
 
 @pytest.mark.parametrize("given, device, data, collate, words", [
