@@ -138,7 +138,7 @@ class Checkpoints:
             if not story:
                 raise
             again = "nothing of it can be resumed: start it without resume; checkpoint_every= sets how often one is written"
-            raise CheckpointError(f"no checkpoint in {root.parent}: {story}; {again}") from error
+            raise CheckpointError(f"no checkpoint at {root.parent}: {story}; {again}") from error
 
     def _is_own(self, root: Path) -> bool:
         """Return whether `resume` means the run folder of these checkpoints, or one of them."""

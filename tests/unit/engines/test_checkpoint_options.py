@@ -124,7 +124,7 @@ def test_where_a_checkpoint_is_missing_the_error_says_what_happened_to_the_run(
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, 7]) + "{")
     plan = RunPlan(course=Course.of("async"), learners=2)
     with pytest.raises(
-        CheckpointError, match=rf"no checkpoint in {tmp_path}: the run there {words}.*start it without resume"
+        CheckpointError, match=rf"no checkpoint at {tmp_path}: the run there {words}.*start it without resume"
     ):
         Checkpoints(None, tmp_path, "auto", 2).opened(plan)
 
