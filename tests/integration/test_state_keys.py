@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import syncline as sl
+from syncline.testing import Nodes
 from tests.integration.small_runs import launched, points, train
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -123,3 +124,12 @@ def test_a_batch_method_s_result_has_its_model_s_keys(engine: str) -> None:
     result = train(model=model, data=points(16), learners=2, **options)
     Cut().load_state_dict(result.state_dict())
     assert torch.equal(result.state_dict()["first.weight"], model.first.weight)
+
+
+def test_a_cluster_s_result_has_its_model_s_keys_and_values() -> None:
+    """The leading shard is on a machine without learners: frozen weights and buffers come to it over a link."""
+    cluster = Nodes(3, 1, server_nodes=1)
+    result = launched(steps, learners=2, sync="hardsync", topology="servers:2", engine=cluster)
+    Varied().load_state_dict(result.state_dict())
+    for key in ("frozen.weight", "out.weight", "body.weight"):
+        assert torch.equal(result.state_dict()[key], result.returned[0][key]), key
