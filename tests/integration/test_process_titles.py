@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.engines.local import forkserver
+from syncline.engines.process_titles import name_of_run
 from syncline.testing import Nodes
 from tests.integration.batch_runs import train as train_batch
 from tests.integration.small_runs import launched, points, start
@@ -36,7 +37,7 @@ def agent_and_own_title(session: sl.Session) -> tuple[str, str]:
     """Return the title of the learner's agent, the parent of its fork server, or without an agent the fork server's."""
     server = os.getppid()
     above = title(int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1]))
-    return (above if "agent" in above else title(server)), own_title(session)
+    return (above if above.startswith("syncline: agent") else title(server)), own_title(session)
 
 
 def write_title(session: Any, folder: Path) -> None:
@@ -73,7 +74,8 @@ def test_learners_shards_and_the_evaluator(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_folder_is_named_by_script_and_process() -> None:
-    name = f"{Path(sys.argv[0]).name}[{os.getpid()}]"
+    name = name_of_run(None)
+    assert str(os.getpid()) in name
     assert launched(own_title, learners=1).returned == [f"syncline: learner 0 of {name}"]
 
 

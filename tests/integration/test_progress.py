@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import syncline as sl
+from syncline.engines.process_titles import name_of_run
 from tests.integration.small_runs import launched, points, start, train, until
 from tests.ready_python import ReadyPython, run_ready
 
@@ -208,7 +209,7 @@ def test_repr_of_a_run_has_name_state_epoch_learners_and_folder(tmp_path: Path) 
     run = start(points(64), objective=lambda model, batch: 1 / 0, progress=False)
     with pytest.raises(sl.LearnerError):
         run.wait()
-    assert repr(run) == f"<Run {Path(sys.argv[0]).name}[{os.getpid()}]: failed, 0 of 2 epochs done>"
+    assert repr(run) == f"<Run {name_of_run(None)}: failed, 0 of 2 epochs done>"
 
 
 def long_returns(session: Any) -> list[int]:

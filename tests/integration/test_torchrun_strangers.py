@@ -29,6 +29,8 @@ WORDS = "a secret of more than sixteen characters"
 NOBODY = 65534
 
 MEET = """
+import logging
+logging.basicConfig()
 rank = os.environ["RANK"]
 write("ready", pid=os.getpid(), port=int(os.environ["MASTER_PORT"]))
 while rank == "1" and not os.path.exists(sys.argv[1] + "/gate"):

@@ -166,7 +166,7 @@ class RunRecord:
             self.damage.append(f"{where} has no kind")
             return
         try:
-            msgspec.convert(line, KINDS.get(kind, AnyLine), str_keys=True)
+            _check(line, KINDS.get(kind, AnyLine))
         except msgspec.ValidationError as error:
             self.damage.append(f"{where} ({kind}): {error}")
             return
@@ -421,6 +421,15 @@ def judged(metrics: Mapping[str, float]) -> tuple[str, float] | None:
         if name in metrics:
             return name, float(metrics[name])
     return None
+
+
+def _check(line: Line, form: Any) -> None:
+    """Raise `msgspec.ValidationError` if a line does not have this form."""
+    try:
+        msgspec.convert(line, form, str_keys=True)
+    except UnicodeEncodeError:  # msgspec compares texts as UTF-8, in which lone surrogates cannot be written
+        text = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace")
+        msgspec.convert(json.loads(text), form, str_keys=True)
 
 
 def _finite(value: Any) -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from syncline.engines.local.allreduce_learner import (
 )
 from syncline.engines.local.shared_memory import Region
 from syncline.engines.run import Task
-from syncline.ports import PeerLost, Progress, Reduction
+from syncline.ports import PeerLost, Progress, Reduction, RunStopped
 from syncline.roles.allreduce_coordinator import Meet
 from syncline.roles.run_plan import Seat
 from tests.unit.engines.local.doubles import Post, spec_of
@@ -147,6 +148,11 @@ class Session:
 
     def seed(self) -> None:
         pass
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        with suppress(RunStopped):
+            yield
 
     def close(self) -> None:
         pass

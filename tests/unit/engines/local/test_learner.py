@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -307,6 +308,11 @@ class Session:
 
     def seed(self) -> None:
         pass
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        with suppress(RunStopped):
+            yield
 
     def close(self) -> None:
         self.closed += 1
