@@ -49,7 +49,7 @@ class Coordinator:
         self._closed: set[int] = set()  # learners whose function has come to its end by itself
         self._open_cut: m.Cut | None = None
         self._saved: dict[str, m.Saved] = {}  # files of it, which may come before the leading shard's word
-        self._finishing = self._finish_later = False
+        self._finishing = self._finish_later = self._end_saved = False
         self._stopping = self._exact = False  # waits for a last checkpoint; has it
         self._saving_failed = False  # the run has failed, and its last checkpoint is asked for
         self.reached = False
@@ -128,13 +128,15 @@ class Coordinator:
         if self.cutting:
             self._finish_later = True
         else:
+            self._end_saved = self._exact
             self._port.tell_shards(m.Finish(cut=not self._exact))
 
     def save_failed(self) -> None:
         """Ask for a last checkpoint of a run that has failed while its shards live."""
-        if self._plan.saving.cuts and self.tables and not self.stale and not self._finishing:
-            self._saving_failed = True
-            self._port.tell_shards(m.AskCut(now=True))
+        if self._plan.saving.cuts and self.tables and not self.stale:
+            self._saving_failed = not self._end_saved
+            if not self._finishing:  # else the shards have been asked for the checkpoint of the end
+                self._port.tell_shards(m.AskCut(now=True))
 
     @property
     def saving_failed(self) -> bool:
@@ -218,7 +220,8 @@ class Coordinator:
         self._awaited.clear()
         self._room.reset()
         self._open_cut, self._saved = None, {}
-        self._finishing = self._finish_later = self._stopping = self._exact = self.reached = False
+        self._finishing = self._finish_later = self._end_saved = False
+        self._stopping = self._exact = self.reached = False
         for number, (sync, epoch) in enumerate(self._dials):
             self._port.tell_shards(m.Dial(number, sync, PAST if epoch is None else epoch))
         self._openings.expect(self.live, self._restored)
@@ -305,8 +308,8 @@ class Coordinator:
             return
         self._open_cut, self._saved = None, {}
         problem = next((saved[name].problem for name in cut.files if saved[name].problem), "")
-        if cut.failed:
-            self._saving_failed = False
+        self._end_saved |= self._finishing and not self._finish_later
+        self._saving_failed &= not (cut.failed or self._end_saved)
         if cut.failed and not any(cut.counts.examples.values()):
             self._port.commit(cut.number, None, ())  # nothing was trained, and the folder can be used again
         elif problem:

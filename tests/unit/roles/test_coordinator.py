@@ -157,6 +157,19 @@ def test_the_state_of_a_run_that_has_failed_is_saved_where_something_was_trained
     assert desk.heard() == [m.CutDone(), m.Finish(cut=True)], "shards have their last one"
 
 
+def test_a_run_that_fails_while_it_finishes_waits_for_the_checkpoint_of_its_end() -> None:
+    desk = Desk()
+    desk.make()
+    desk.finish()
+    desk.save_failed()
+    assert desk.saving_failed and desk.heard() == [m.Finish(cut=True)], "which the shards have not begun"
+    desk.cut()
+    desk.save(*FILES)
+    assert not desk.saving_failed
+    desk.save_failed()
+    assert not desk.saving_failed, "it is written"
+
+
 def test_a_stop_in_lockstep_cuts_a_whole_round_first_and_no_other_at_the_end() -> None:
     desk = Desk()
     desk.make()
