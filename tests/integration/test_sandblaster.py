@@ -1,6 +1,7 @@
 """Batch methods on real processes (M18): vectors on shards, portions to whoever is free, losses, joins, checkpoints."""
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -111,9 +112,14 @@ def test_all_learners_lost_end_the_run_and_one_in_their_place_goes_on(undisturbe
 
 
 def test_learners_join_and_are_killed_in_the_middle_and_no_bit_changes() -> None:
-    options = {"steps": 6, "learners": 2}
+    def slow(model: nn.Module, batch: Any) -> Tensor:
+        """Leave the added learners some seconds to begin."""
+        time.sleep(0.04)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    options = {"steps": 12, "learners": 2}
     expected = train(engine="sim", **options)
-    result = start("add 2 at version 1; kill learner 0 at version 2", **options).wait(60)
+    result = start("add 2 at version 1; kill learner 0 at version 2", objective=slow, **options).wait(60)
     assert same(result, expected)
     assert sorted(kinds(result)) == ["joined", "joined", "lost"]
     assert result.statistics.steps.get(2, 0) + result.statistics.steps.get(3, 0) > 0
